@@ -93,6 +93,9 @@ impl Degrees {
 
     /// The degrees of `world_size` ranks that change the fewest of these, by the smallest factor,
     /// and data before pipeline before tensor before sequence parallelism.
+    ///
+    /// A model that these degrees can split is split by the new ones too: there are no more stages,
+    /// and tensor and sequence parallelism change to a divisor.
     pub fn nearest(&self, world_size: usize) -> Option<Self> {
         let mut best: Option<((usize, u64, usize), Self)> = None;
         for dp in divisors(world_size) {
@@ -101,13 +104,18 @@ impl Degrees {
                     let sp = world_size / dp / tp / pp;
                     let fitting = Self { dp, tp, pp, sp };
                     let distance = self.distance(&fitting);
-                    if best.is_none_or(|(least, _)| distance < least) {
+                    if self.outsplits(&fitting) && best.is_none_or(|(least, _)| distance < least) {
                         best = Some((distance, fitting));
                     }
                 }
             }
         }
         best.map(|(_, degrees)| degrees)
+    }
+
+    /// Whether whatever these degrees split is split by the others.
+    fn outsplits(&self, other: &Self) -> bool {
+        other.pp <= self.pp && self.tp.is_multiple_of(other.tp) && self.sp.is_multiple_of(other.sp)
     }
 
     /// Number of changed degrees, the factors by which they change, and how unwelcome each change
@@ -158,7 +166,11 @@ mod tests {
             (degrees(2, 2, 2, 1), 4, degrees(1, 2, 2, 1)),
             (degrees(1, 2, 2, 1), 8, degrees(2, 2, 2, 1)),
             (degrees(1, 8, 1, 1), 4, degrees(1, 4, 1, 1)),
-            (degrees(1, 2, 3, 1), 8, degrees(1, 2, 4, 1)),
+            (degrees(1, 2, 3, 1), 8, degrees(2, 2, 2, 1)),
+            // A model need not have heads or layers for more.
+            (degrees(1, 2, 1, 1), 3, degrees(3, 1, 1, 1)),
+            (degrees(2, 4, 1, 1), 6, degrees(3, 2, 1, 1)),
+            (degrees(1, 1, 2, 1), 5, degrees(5, 1, 1, 1)),
         ];
         for (asked, world, expected) in cases {
             assert_eq!(asked.nearest(world), Some(expected), "{asked} in {world}");

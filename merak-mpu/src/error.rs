@@ -83,7 +83,7 @@ pub enum Error {
         reason: String,
     },
     /// The degrees do not multiply to the number of ranks.
-    #[error("{degrees} = {}, but the world has {world_size} ranks{}", .degrees.world_size(), fitting(.nearest.as_ref()))]
+    #[error("{degrees} = {}, but the world has {}{}", .degrees.world_size(), ranks(*.world_size), fitting(.nearest.as_ref()))]
     WorldSize {
         /// The degrees as given.
         degrees: Degrees,
@@ -117,7 +117,7 @@ pub enum Error {
         degree: usize,
     },
     /// A rank lies outside its group or world.
-    #[error("rank {rank} does not exist in {group}, which has {size} ranks")]
+    #[error("rank {rank} does not exist in {group}, which has {}", ranks(*.size))]
     NoSuchRank {
         /// The rank asked for.
         rank: usize,
@@ -209,7 +209,7 @@ pub enum Error {
         expected: String,
     },
     /// Only some of the variables are set that a launcher sets.
-    #[error("{found} is set, but {variable} is not: set both or neither")]
+    #[error("{found} is set, but {variable} is not: {}", remedy(.variable, .found))]
     MissingVariable {
         /// The name of the missing variable.
         variable: &'static str,
@@ -266,6 +266,26 @@ pub enum Error {
         /// Why not, and what does.
         reason: String,
     },
+}
+
+/// A number of ranks.
+fn ranks(count: usize) -> String {
+    match count {
+        1 => "1 rank".to_owned(),
+        count => format!("{count} ranks"),
+    }
+}
+
+/// What to do where one variable of a launcher is set and another is missing.
+fn remedy(missing: &str, found: &str) -> String {
+    let (value, found) = match missing {
+        "MASTER_ADDR" => ("the host of rank 0", "RANK and WORLD_SIZE"),
+        "MASTER_PORT" => ("a free port on the host of rank 0", "RANK and WORLD_SIZE"),
+        "SLURM_PROCID" => ("the number of this process, from 0", found),
+        name if name.ends_with("RANK") => ("the number of this process, from 0", found),
+        _ => ("the number of processes", found),
+    };
+    format!("set {missing} to {value}, or unset {found} to run this process by itself")
 }
 
 fn also(others: &[Wait]) -> String {

@@ -159,7 +159,7 @@ impl Launch {
 /// assert_eq!(merak_mpu::init(1, 1, 1)?.world_size(), 1);
 /// assert_eq!(
 ///     merak_mpu::init(2, 1, 1).unwrap_err().to_string(),
-///     "dp 2 x tp 1 x pp 1 x sp 1 = 2, but the world has 1 ranks; \
+///     "dp 2 x tp 1 x pp 1 x sp 1 = 2, but the world has 1 rank; \
 ///      nearest that fits: dp 1 x tp 1 x pp 1 x sp 1",
 /// );
 /// # Ok::<(), merak_mpu::Error>(())

@@ -111,6 +111,7 @@ pub mod nccl;
 mod pages;
 mod rank;
 mod run;
+mod sides;
 mod slow;
 #[cfg(feature = "tch")]
 pub mod tch;
@@ -138,6 +139,7 @@ pub use member::{Engine, Failure, Locality, Member};
 pub use mpu::{EMBEDDING, Mpu};
 pub use rank::{Rank, Wait};
 pub use run::{RunError, run_members};
+pub use sides::{Sides, in_words};
 pub use slow::{LinkSpeed, SlowLink};
 pub use tensor::HostTensor;
 pub use topology::{GroupKind, Topology};

@@ -23,7 +23,7 @@ mod prompts;
 mod signals;
 mod world;
 
-pub(crate) use failure::{Failure, Outcome, rank_0_tells};
+pub(crate) use failure::{Failure, Outcome, is_another_rank, rank_0_tells_alone};
 
 /// Writes a generated file to standard output.
 pub(crate) fn print_bytes(bytes: &[u8]) -> Outcome {

@@ -89,9 +89,17 @@ pub struct Config {
     file: Option<PathBuf>,
 }
 
-/// Keys that name a file which only one host reads, and which changes no result: a library that is
-/// installed elsewhere on another host, and what the first rank knows of its machine's speed.
-const OF_A_HOST: [&str; 2] = ["cost_cache", "distributed.nccl_library"];
+/// Keys that name a file of one host: a library, what the first rank knows of its machine's speed,
+/// and inputs, which are compared by their contents since they may lie elsewhere on another host.
+const OF_A_HOST: [&str; 7] = [
+    "cost_cache",
+    "lora_config",
+    "model.config",
+    "model.hf_dir",
+    "data.path",
+    "data.tokenizer",
+    "distributed.nccl_library",
+];
 
 impl Config {
     /// Resolves the layers: defaults, then `file`, then the `MERAK_*` of `environment`, then the
@@ -204,7 +212,7 @@ impl Config {
     }
 
     /// The part of [`Config::to_toml`] that the processes of a run must have alike: without the
-    /// keys that name a file of one host.
+    /// keys that name a file of one host. What the inputs among them hold is to be compared too.
     pub fn to_common_toml(&self) -> String {
         self.toml_of(keys().filter(|key| !OF_A_HOST.contains(&key.name)))
     }

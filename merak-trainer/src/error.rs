@@ -8,7 +8,7 @@ mod plan;
 mod resume;
 mod words;
 
-use self::words::{stages_of, with_key_and_place};
+use self::words::{sides_of, stages_of, with_key_and_place};
 pub use self::{
     config::ConfigError, data::DataError, folder::FolderError, plan::PlanError,
     resume::ResumeError, words::StepPart,
@@ -163,15 +163,25 @@ pub enum Error {
     /// An error that a lower rank has too, and tells.
     #[error(transparent)]
     Told(Box<Error>),
-    /// The processes of a run were started with different things.
-    #[error("{what} differs from that of rank 0: here \"{here}\", there \"{there}\"")]
+    /// This process of a run was started with other things than most.
+    #[error("{what} differs from that of {most}: here \"{here}\", there \"{there}\"")]
     OtherRun {
         /// What differs.
         what: &'static str,
         /// Its first line that differs.
         here: String,
-        /// The line of rank 0.
+        /// The line of the others.
         there: String,
+        /// The others, as `ranks 1 and 2`.
+        most: String,
+    },
+    /// The processes of a run were started with different things, and nobody is the odd one.
+    #[error("{what} differs: {}", sides_of(.sides))]
+    TornRun {
+        /// What differs.
+        what: &'static str,
+        /// The ranks of each side, as `ranks 1 and 2`, and its first line that differs.
+        sides: Vec<(String, String)>,
     },
     /// A rank failed in a training step, or in what belongs to it.
     #[error("rank {rank} ({}) failed {part} step {step}", stages_of(stages))]

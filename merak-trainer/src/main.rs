@@ -49,11 +49,27 @@ enum Command {
     },
 }
 
+impl Command {
+    /// Whether the command gives the same result once that each process of a launch would give.
+    fn needs_no_ranks(&self) -> bool {
+        matches!(
+            self,
+            Self::Trace(_)
+                | Self::Schedule(_)
+                | Self::Config(_)
+                | Self::Doctor(_)
+                | Self::Completions { .. }
+        )
+    }
+}
+
 fn main() -> ExitCode {
     merak_trainer::keep_to_one_heap();
     let cli: Cli = match cli::parse(arguments()) {
         Ok(cli) => cli,
-        Err(error) if error.use_stderr() && commands::rank_0_tells() => return ExitCode::from(2),
+        Err(error) if error.use_stderr() && commands::rank_0_tells_alone() => {
+            return ExitCode::from(2);
+        }
         Err(error) => return cli::refused(&error),
     };
     let screen = Screen::default();
@@ -67,7 +83,7 @@ fn main() -> ExitCode {
             } else {
                 "MERAK_LOG"
             };
-            if !commands::rank_0_tells() {
+            if !commands::rank_0_tells_alone() {
                 cli::report(&format!("error: {source} \"{}\": {error}", cli.log));
             }
             return ExitCode::from(2);
@@ -88,6 +104,9 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli, screen: &Screen) -> Outcome {
+    if cli.command.needs_no_ranks() && commands::is_another_rank() {
+        return Ok(ExitCode::SUCCESS);
+    }
     match cli.command {
         Command::Train(args) => commands::train::run(args, screen),
         Command::Launch(args) => commands::launch::run(args, &cli.log),

@@ -5,12 +5,16 @@ use crate::{
     error::{Error, Result, chain},
     machine::num_cores,
 };
-use merak_mpu::{Group, Member, Rank, RunError, run_members, threads};
+use merak_ckpt::Checksum;
+use merak_mpu::{Group, Member, Rank, RunError, Sides, in_words, run_members, threads};
 use std::{fmt, time::Duration};
 
 /// Upper bound on ranks as threads of one process: beyond it a system runs out of threads, and no
 /// machine has the cores.
 const MAX_RANKS: usize = 1024;
+
+/// Most texts that an error shows where ranks have several.
+const MOST_SIDES: usize = 4;
 
 /// The ranks of a run, as this process sees them.
 ///
@@ -148,34 +152,52 @@ impl World {
         }
     }
 
-    /// Checks that every process has the first rank's text, which says `what`.
+    /// Checks that every process has the same text, which says `what`.
     ///
     /// # Communication
-    /// As [`World::share`].
+    /// Between processes, an all-gather of checksums. Where they differ, broadcasts of the texts,
+    /// and as [`World::agree`].
     ///
     /// # Errors
-    /// [`Error::OtherRun`] on the ranks with another text, with the first line that differs;
-    /// [`Error::OtherRank`] on the others.
+    /// Where most have the same text: [`Error::OtherRun`] on the ranks with another one, with the
+    /// first line that differs, and [`Error::OtherRank`] on the others. Where nobody can say who
+    /// is right: [`Error::TornRun`] with both sides.
     pub fn check_same(&self, what: &'static str, text: &str) -> Result<()> {
-        let first = self.share(|| Ok(text.as_bytes().to_vec()))?;
-        let first = String::from_utf8_lossy(&first);
-        let mut lines = first.lines();
-        let mut own = text.lines();
-        let difference = loop {
-            match (lines.next(), own.next()) {
-                (None, None) => break None,
-                (there, here) if there != here => break Some((there, here)),
-                _ => {}
-            }
+        let Ranks::Process { member, group, .. } = &self.0 else {
+            return Ok(());
         };
-        let line = |line: Option<&str>| line.unwrap_or("its end").to_owned();
-        self.agree(difference.map_or(Ok(()), |(there, here)| {
-            Err(Error::OtherRun {
+        let met = |error| of_other(member, error);
+        let own = Checksum::of(text.as_bytes()).0.to_le_bytes().to_vec();
+        let checksums = group.all_gather_bytes(own).map_err(met)?;
+        let sides = Sides::of((0..).map(Rank).zip(checksums));
+        let odd = sides.odd();
+        if odd.as_ref().is_some_and(Vec::is_empty) {
+            return Ok(());
+        }
+        let mut texts = Vec::new();
+        for side in sides.iter().take(MOST_SIDES) {
+            let is_own = side[0] == member.rank();
+            let sent = if is_own { text } else { "" }.as_bytes().to_vec();
+            let sent = group.broadcast_bytes(sent, side[0].0).map_err(met)?;
+            texts.push(String::from_utf8_lossy(&sent).into_owned());
+        }
+        let names: Vec<_> = sides.iter().take(MOST_SIDES).map(in_words).collect();
+        self.agree(match odd {
+            None => Err(Error::TornRun {
                 what,
-                here: line(here),
-                there: line(there),
-            })
-        }))
+                sides: names.into_iter().zip(lines_apart(&texts)).collect(),
+            }),
+            Some(odd) if !odd.contains(&member.rank()) => Ok(()),
+            Some(_) => {
+                let mut lines = lines_apart(&[text, &texts[0]]).into_iter();
+                Err(Error::OtherRun {
+                    what,
+                    here: lines.next().unwrap_or_default(),
+                    there: lines.next().unwrap_or_default(),
+                    most: names[0].clone(),
+                })
+            }
+        })
     }
 
     /// Runs `body` on every rank; returns the result of the lowest rank of this process.
@@ -207,6 +229,19 @@ impl Drop for World {
     fn drop(&mut self) {
         if let Ranks::Process { member, .. } = &self.0 {
             member.end();
+        }
+    }
+}
+
+/// The first line of each text that is not the same in all of them.
+fn lines_apart(texts: &[impl AsRef<str>]) -> Vec<String> {
+    let mut texts: Vec<_> = texts.iter().map(|text| text.as_ref().lines()).collect();
+    loop {
+        let lines: Vec<_> = texts.iter_mut().map(Iterator::next).collect();
+        let differ = lines.windows(2).any(|pair| pair[0] != pair[1]);
+        if differ || lines.iter().all(Option::is_none) {
+            let line = |line: Option<&str>| line.unwrap_or("its end").to_owned();
+            return lines.into_iter().map(line).collect();
         }
     }
 }
@@ -407,18 +442,37 @@ mod tests {
         assert_eq!(shared, ["made by 0"; 3]);
     }
 
-    #[test]
-    fn a_process_with_another_text_names_the_line() {
-        let told = processes(3, |world, rank| {
-            let tp = if rank == 1 { 2 } else { 1 };
-            let text = format!("dp = 4\ntp = {tp}\n");
+    /// What processes say whose configurations have these degrees.
+    fn told_of(degrees: &[usize]) -> Vec<String> {
+        processes(degrees.len(), |world, rank| {
+            let text = format!("dp = 4\ntp = {}\n", degrees[rank]);
             let same = world.check_same("the configuration", &text);
-            chain(&same.unwrap_err())
-        });
-        let differs =
-            "the configuration differs from that of rank 0: here \"tp = 2\", there \"tp = 1\"";
-        let heard = format!("rank 1 failed: {differs}");
-        assert_eq!(told, [heard.as_str(), differs, heard.as_str()]);
+            same.map_or_else(|error| chain(&error), |()| "same".to_owned())
+        })
+    }
+
+    #[test]
+    fn the_process_with_another_text_than_most_names_the_line_also_where_it_is_the_first() {
+        assert_eq!(told_of(&[1, 1, 1]), ["same"; 3]);
+        for (odd, most) in [(1, "ranks 0 and 2"), (0, "ranks 1 and 2")] {
+            let mut degrees = [1; 3];
+            degrees[odd] = 2;
+            let differs = format!(
+                "the configuration differs from that of {most}: here \"tp = 2\", there \"tp = 1\""
+            );
+            let mut expected = [0; 3].map(|_| format!("rank {odd} failed: {differs}"));
+            expected[odd] = differs;
+            assert_eq!(told_of(&degrees), expected);
+        }
+    }
+
+    #[test]
+    fn a_tie_of_texts_names_both_sides() {
+        let differs = "the configuration differs: rank 0 has \"tp = 1\", rank 1 has \"tp = 2\"";
+        assert_eq!(told_of(&[1, 2]), [differs; 2]);
+        let differs = "the configuration differs: ranks 0 and 3 have \"tp = 1\", ranks 1 and 2 \
+                       have \"tp = 2\"";
+        assert_eq!(told_of(&[1, 2, 2, 1]), [differs; 4]);
     }
 
     #[test]

@@ -6,8 +6,9 @@ use super::{
     wire::{Channel, Decoder, Encoder, MOST_BYTES, Malformed},
 };
 use crate::{
-    Error, Locality, Rank, Result, Wait,
+    Error, Locality, Rank, Result, Sides, Wait,
     affinity::{num_sharers, processors},
+    in_words,
 };
 use std::{
     collections::BTreeMap,
@@ -424,44 +425,38 @@ fn compare(options: &JoinOptions, own: &Hello, visitors: &BTreeMap<usize, Visito
         }
     }
     for name in names {
-        let mut sides: Vec<(Option<&[u8]>, Vec<Rank>)> = Vec::new();
-        for hello in &hellos {
+        let values = hellos.iter().map(|hello| {
             let found = hello.digests.iter().find(|(other, _)| other == name);
-            let value = found.map(|(_, value)| value.as_slice());
-            match sides.iter_mut().find(|(other, _)| *other == value) {
-                Some((_, ranks)) => ranks.push(hello.rank),
-                None => sides.push((value, vec![hello.rank])),
-            }
-        }
-        // The first of the largest sides, which is rank 0's where all are alike.
-        let most = sides.iter().map(|(_, ranks)| ranks.len()).max();
-        let right = sides
-            .iter()
-            .position(|(_, ranks)| Some(ranks.len()) == most);
-        let right = sides.remove(right.unwrap_or_default()).1;
-        let mut odd: Vec<Rank> = sides.into_iter().flat_map(|(_, ranks)| ranks).collect();
-        odd.sort_unstable();
-        if !odd.is_empty() {
-            return Err(options.refuse(format!(
-                "{} another {name} than {}",
-                ranks_have(&odd),
-                list_ranks(&right)
-            )));
+            (hello.rank, found.map(|(_, value)| value))
+        });
+        if let Some(difference) = difference(name, &Sides::of(values)) {
+            return Err(options.refuse(difference));
         }
     }
     Ok(())
 }
 
-fn list_ranks(ranks: &[Rank]) -> String {
-    match ranks {
-        [one] => format!("rank {one}"),
-        many => format!("ranks {many:?}"),
+/// Who has another `name` than the others, if somebody has.
+fn difference(name: &str, sides: &Sides) -> Option<String> {
+    let has = |ranks: &[Rank]| {
+        let verb = if ranks.len() == 1 { "has" } else { "have" };
+        format!("{} {verb}", in_words(ranks))
+    };
+    let mut all = sides.iter();
+    let first = all.next().unwrap_or_default();
+    match sides.odd() {
+        Some(odd) if odd.is_empty() => None,
+        Some(odd) => Some(format!(
+            "{} another {name} than {}",
+            has(&odd),
+            in_words(first)
+        )),
+        None => {
+            let others: Vec<_> = all.map(|ranks| format!("{} another", has(ranks))).collect();
+            let others = others.join(", ");
+            Some(format!("{} one {name}, {others}", has(first)))
+        }
     }
-}
-
-fn ranks_have(ranks: &[Rank]) -> String {
-    let verb = if ranks.len() == 1 { "has" } else { "have" };
-    format!("{} {verb}", list_ranks(ranks))
 }
 
 /// Tells all ranks that have come, and those that do meanwhile, why they cannot meet.

@@ -157,8 +157,8 @@ fn unfit(engine: ChosenEngine, launch: &Launch, built: Built) -> Option<String> 
                 ""
             };
             Some(format!(
-                "{variable} asks for {processes} processes on several hosts, and nothing says on \
-                 which host rank 0 is: set MASTER_ADDR to it{mpi}"
+                "{variable} asks for {processes} processes, and nothing says on which host rank 0 \
+                 is: set MASTER_ADDR to it{mpi}"
             ))
         }
         _ => None,
@@ -268,8 +268,13 @@ mod tests {
         assert_eq!(chosen, ChosenEngine::Mpi);
         assert_eq!(
             told(EngineKind::Auto, &launch, TCP),
-            "the engine tcp does not fit: WORLD_SIZE asks for 4 processes on several hosts, and \
-             nothing says on which host rank 0 is: set MASTER_ADDR to it"
+            "the engine tcp does not fit: WORLD_SIZE asks for 4 processes, and nothing says on \
+             which host rank 0 is: set MASTER_ADDR to it"
+        );
+        let told = told(EngineKind::Tcp, &launch, ALL);
+        assert!(
+            told.ends_with("set MASTER_ADDR to it, or choose the engine mpi"),
+            "{told}"
         );
     }
 }

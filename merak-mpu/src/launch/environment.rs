@@ -1,7 +1,7 @@
 //! What launchers tell their processes in the environment.
 
 use super::{
-    hosts::{HostList, tasks_on},
+    hosts::{HostList, TaskList},
     hydra,
 };
 use crate::{Error, Result, hash::fnv1a};
@@ -67,7 +67,11 @@ impl fmt::Display for Launcher {
 ///
 /// let lookup = |name: &str| (name == "RANK").then(|| "1".to_owned());
 /// let error = Launch::from_lookup(lookup).unwrap_err();
-/// assert_eq!(error.to_string(), "RANK is set, but WORLD_SIZE is not: set both or neither");
+/// assert_eq!(
+///     error.to_string(),
+///     "RANK is set, but WORLD_SIZE is not: set WORLD_SIZE to the number of processes, or unset RANK \
+///      to run this process by itself",
+/// );
 /// # Ok::<(), merak_mpu::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -335,14 +339,17 @@ fn slurm(variables: &Variables<'_>) -> Result<Option<Launch>> {
         &["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"],
     );
     let names = &mut launch.variables;
-    let tasks = variables.one_of(&["SLURM_STEP_TASKS_PER_NODE"]);
     let node = variables.number(&["SLURM_NODEID"])?;
-    if let (Some((name, tasks)), Some((_, node))) = (tasks, node) {
-        launch.local_size = tasks_on(&tasks, node);
-        variables.require(Some(name), launch.local_size.is_some(), || {
-            format!("the tasks of each node such as 4(x2),3, up to node {node}")
-        })?;
-        names.local_size = Some(name);
+    if let Some((name, text)) = variables.one_of(&["SLURM_STEP_TASKS_PER_NODE"]) {
+        let form = "the tasks of each node such as 4(x2),3";
+        let tasks = TaskList::read(&text).ok_or_else(|| bad(name, &text, form.to_owned()))?;
+        if let Some((_, node)) = node {
+            launch.local_size = tasks.on(node);
+            variables.require(Some(name), launch.local_size.is_some(), || {
+                format!("{form}, up to node {node}")
+            })?;
+            names.local_size = Some(name);
+        }
     }
     let lists = [
         "SLURM_STEP_NODELIST",

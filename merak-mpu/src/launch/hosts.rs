@@ -218,21 +218,35 @@ fn bad<T>(reason: impl fmt::Display) -> Result<T, BadHostList> {
     Err(BadHostList { reason })
 }
 
-/// The tasks on the node with this number, of a list as SLURM writes it: `4(x2),3` are 4, 4 and 3.
-/// None where the list has no such node or cannot be read.
-pub(super) fn tasks_on(list: &str, mut node: usize) -> Option<usize> {
-    for entry in list.split(',') {
-        let (tasks, nodes) = match entry.split_once("(x") {
-            Some((tasks, nodes)) => (tasks, nodes.strip_suffix(')')?.parse().ok()?),
-            None => (entry, 1),
+/// Tasks on each node as SLURM writes them: `4(x2),3` are 4, 4 and 3. Every number is at least 1.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct TaskList(Vec<(usize, usize)>);
+
+impl TaskList {
+    /// None where the whole text is no such list.
+    pub(super) fn read(text: &str) -> Option<Self> {
+        let number = |text: &str| digits(text).ok().filter(|&number| number > 0);
+        let entry = |entry: &str| {
+            let (tasks, nodes) = match entry.split_once("(x") {
+                Some((tasks, nodes)) => (tasks, number(nodes.strip_suffix(')')?)?),
+                None => (entry, 1),
+            };
+            Some((number(tasks)?.try_into().ok()?, nodes.try_into().ok()?))
         };
-        let tasks = tasks.trim().parse().ok()?;
-        if node < nodes {
-            return Some(tasks);
-        }
-        node -= nodes;
+        let entries = text.trim().split(',').map(entry);
+        entries.collect::<Option<_>>().map(Self)
     }
-    None
+
+    /// The tasks on the node with this number; none where the list has no such node.
+    pub(super) fn on(&self, mut node: usize) -> Option<usize> {
+        for &(tasks, nodes) in &self.0 {
+            if node < nodes {
+                return Some(tasks);
+            }
+            node -= nodes;
+        }
+        None
+    }
 }
 
 impl fmt::Display for HostList {
@@ -321,12 +335,28 @@ mod tests {
 
     #[test]
     fn tasks_of_a_node_are_found_in_the_short_form() {
-        let tasks = |node| tasks_on("4(x2),3", node);
-        assert_eq!([0, 1, 2, 3].map(tasks), [Some(4), Some(4), Some(3), None]);
-        for list in ["", "x", "4(x", "4(xa)", "4(x2", "4,,"] {
-            assert_eq!(tasks_on(list, 2), None, "{list}");
+        let tasks = TaskList::read("4(x2),3").unwrap();
+        let on = |node| tasks.on(node);
+        assert_eq!([0, 1, 2, 3].map(on), [Some(4), Some(4), Some(3), None]);
+        let many = TaskList::read("1(x999999999999999999),2").unwrap();
+        assert_eq!(many.on(7), Some(1));
+        for text in [
+            "",
+            "x",
+            "0",
+            "-1",
+            "+1",
+            "4(x",
+            "4(xa)",
+            "2(x0)",
+            "2(x3",
+            "4(x2)3",
+            "4,,",
+            "4,x",
+            "4(x99999999999999999999)",
+        ] {
+            assert_eq!(TaskList::read(text), None, "{text}");
         }
-        assert_eq!(tasks_on("1(x18446744073709551615),2", 7), Some(1));
     }
 
     fn part() -> impl Strategy<Value = Part> {
@@ -382,7 +412,13 @@ mod tests {
                 prop_assert!(!list.first().is_empty());
                 prop_assert_eq!(list.host(list.num_hosts()), None);
             }
-            tasks_on(&text, 3);
+        }
+
+        #[test]
+        fn no_text_makes_the_reader_of_tasks_panic(text in "[0-9x(),é ]{0,20}") {
+            if let Some(tasks) = TaskList::read(&text) {
+                prop_assert!(tasks.on(0).is_some_and(|tasks| tasks > 0));
+            }
         }
     }
 }

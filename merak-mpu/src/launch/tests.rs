@@ -193,13 +193,32 @@ fn the_launcher_that_started_the_process_itself_counts() {
 #[test]
 fn half_an_environment_is_refused_by_the_missing_variable() {
     let missing = |table, name| told(&with(table, &[(name, "-")]));
-    let without =
-        |found, variable| format!("{found} is set, but {variable} is not: set both or neither");
+    let without = |found: &str, variable: &str| {
+        let value = if variable.ends_with("RANK") || variable.ends_with("PROCID") {
+            "the number of this process, from 0"
+        } else {
+            "the number of processes"
+        };
+        format!(
+            "{found} is set, but {variable} is not: set {variable} to {value}, or unset {found} to \
+             run this process by itself"
+        )
+    };
+    for (variable, value) in [
+        ("MASTER_ADDR", "the host of rank 0"),
+        ("MASTER_PORT", "a free port on the host of rank 0"),
+    ] {
+        assert_eq!(
+            missing(TORCHRUN, variable),
+            format!(
+                "WORLD_SIZE is set, but {variable} is not: set {variable} to {value}, or unset RANK \
+                 and WORLD_SIZE to run this process by itself"
+            )
+        );
+    }
     for (table, found, variable) in [
         (TORCHRUN, "RANK", "WORLD_SIZE"),
         (TORCHRUN, "WORLD_SIZE", "RANK"),
-        (TORCHRUN, "WORLD_SIZE", "MASTER_ADDR"),
-        (TORCHRUN, "WORLD_SIZE", "MASTER_PORT"),
         (SLURM, "SLURM_STEP_ID", "SLURM_PROCID"),
         (OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
         (OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -288,6 +307,12 @@ fn a_value_that_cannot_be_is_refused_with_what_it_should_be() {
         ),
         (
             SLURM,
+            "SLURM_STEP_TASKS_PER_NODE",
+            "4,3,x",
+            "the tasks of each node such as 4(x2),3",
+        ),
+        (
+            SLURM,
             "SLURM_STEP_NODELIST",
             "n[08,10",
             "a list of hosts such as n[01-03,7],gpu1: a bracket is not closed",
@@ -297,6 +322,22 @@ fn a_value_that_cannot_be_is_refused_with_what_it_should_be() {
     ] {
         let message = format!("{name} is {value:?}, but should be {expected}");
         assert_eq!(told(&with(table, &[(name, value)])), message);
+    }
+}
+
+#[test]
+fn tasks_of_nodes_that_cannot_be_read_are_refused_also_where_the_node_is_not_known() {
+    let name = "SLURM_STEP_TASKS_PER_NODE";
+    for value in ["", "x", "2(x0)", "2(x3", "0"] {
+        for node in ["0", "-"] {
+            let changes = [(name, value), ("SLURM_NODEID", node)];
+            assert_eq!(
+                told(&with(SLURM, &changes)),
+                format!(
+                    "{name} is {value:?}, but should be the tasks of each node such as 4(x2),3"
+                )
+            );
+        }
     }
 }
 

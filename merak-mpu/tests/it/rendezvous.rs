@@ -73,25 +73,37 @@ fn strangers_at_the_door_disturb_nobody() {
 }
 
 #[test]
-fn digests_that_differ_name_the_odd_rank() {
-    let port = free_port();
-    let with = |rank: usize, plan: &[u8]| tcp::JoinOptions {
-        digests: vec![
-            ("configuration".into(), vec![7]),
-            ("plan".into(), plan.to_vec()),
-        ],
-        ..options("digests", rank, 3, port)
-    };
-    let said = texts(join_all(&[with(0, b"a"), with(1, b"b"), with(2, b"a")]));
-    let reason = format!(
-        "rank 0 cannot meet the others at {HOST}:{port}: rank 1 has another plan than ranks [0, 2]"
-    );
-    assert_eq!(said[0], reason);
-    for rank in [1, 2] {
-        assert_eq!(
-            said[rank],
-            format!("rank 0 sent rank {rank} away: {reason}")
-        );
+fn digests_that_differ_name_the_odd_rank_and_a_tie_both_sides() {
+    for (plans, told) in [
+        (
+            &["a", "b", "a"][..],
+            "rank 1 has another plan than ranks 0 and 2",
+        ),
+        (
+            &["b", "a", "a"],
+            "rank 0 has another plan than ranks 1 and 2",
+        ),
+        (&["a", "b"], "rank 0 has one plan, rank 1 has another"),
+        (
+            &["a", "b", "b", "a"],
+            "ranks 0 and 3 have one plan, ranks 1 and 2 have another",
+        ),
+    ] {
+        let port = free_port();
+        let with = |(rank, plan): (usize, &&str)| tcp::JoinOptions {
+            digests: vec![
+                ("configuration".into(), vec![7]),
+                ("plan".into(), plan.as_bytes().to_vec()),
+            ],
+            ..options("digests", rank, plans.len(), port)
+        };
+        let options: Vec<_> = plans.iter().enumerate().map(with).collect();
+        let said = texts(join_all(&options));
+        let reason = format!("rank 0 cannot meet the others at {HOST}:{port}: {told}");
+        assert_eq!(said[0], reason);
+        for (rank, said) in said.iter().enumerate().skip(1) {
+            assert_eq!(*said, format!("rank 0 sent rank {rank} away: {reason}"));
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! How a command ends when it does not succeed.
 
-use super::launch::RankFailed;
+use super::launch::{self, RankFailed};
 use merak_ckpt::cli;
 use merak_mpu::Launch;
 use merak_trainer::{Error as RunError, chain, metrics::Screen};
@@ -17,14 +17,33 @@ pub(crate) type Outcome = Result<ExitCode, Failure>;
 /// one has ended.
 const HEAD_START: Duration = Duration::from_secs(1);
 
-/// Whether another process tells what all processes of a launch meet alike, before any of them
-/// knows what it is to do. It has then had the time to.
-pub(crate) fn rank_0_tells() -> bool {
-    let tells = Launch::from_env().is_ok_and(|launch| launch.rank > 0);
+/// Whether rank 0 surely tells what this process of a launch meets before it has met the others:
+/// those that `merak launch` starts are alike. Elsewhere rank 0 gets the time to say it first, which
+/// ends the others under most launchers.
+pub(crate) fn rank_0_tells(launch: &Launch) -> bool {
+    if launch.rank == 0 {
+        return false;
+    }
+    let tells = launch::has_started(launch);
+    if !tells {
+        thread::sleep(HEAD_START);
+    }
+    tells
+}
+
+/// [`rank_0_tells`] before this process knows what it is to do; rank 0 has then had the time to.
+pub(crate) fn rank_0_tells_alone() -> bool {
+    let tells = Launch::from_env().is_ok_and(|launch| rank_0_tells(&launch));
     if tells {
         thread::sleep(HEAD_START);
     }
     tells
+}
+
+/// Whether `merak launch` has started this process as another rank than the first, which prints the
+/// same. Under another launcher each process may be on a host of its own, and answers for it.
+pub(crate) fn is_another_rank() -> bool {
+    Launch::from_env().is_ok_and(|launch| launch.rank > 0 && launch::has_started(&launch))
 }
 
 impl Failure {

@@ -30,6 +30,15 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
+/// What the names of runs that this command starts begin with.
+const RUN: &str = "merak-";
+
+/// Whether this command has started the processes of a launch, which then have the same command
+/// line and environment.
+pub(crate) fn has_started(launch: &Launch) -> bool {
+    launch.job.as_ref().is_some_and(|job| job.starts_with(RUN))
+}
+
 /// Starts a command as several processes of this machine, one for each rank.
 #[derive(Debug, ClapArgs)]
 #[command(
@@ -99,7 +108,7 @@ pub(crate) fn run(args: Args, log: &str) -> Outcome {
     // Of this command alone, on this machine at this time.
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let run_id = format!(
-        "merak-{}-{}",
+        "{RUN}{}-{}",
         process::id(),
         now.unwrap_or_default().as_nanos()
     );

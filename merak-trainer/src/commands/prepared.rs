@@ -3,16 +3,21 @@
 
 use super::{
     environment,
-    model::{Loaded, companions},
+    model::{Loaded, companions, read},
     output,
 };
-use merak_ckpt::words::{Bytes, plain};
+use merak_ckpt::{
+    Checksum,
+    words::{Bytes, plain},
+};
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
-    CheckedArguments, Config, ConfigError, CostCache, CostModel, DataFormat, Error, FasterSchedule,
-    FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, Room, RunFolder,
-    SeqLength, TrainSchedule, TrainerParts, Workload, World,
-    data::{Corpus, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer},
+    CheckedArguments, Config, ConfigError, CostCache, CostModel, DataArguments, DataFormat, Error,
+    FasterSchedule, FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result,
+    Room, RunFolder, SeqLength, TrainSchedule, TrainerParts, Workload, World,
+    data::{
+        Corpus, CrateSources, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer,
+    },
     keys, threads_per_rank,
 };
 use std::{fmt::Write as _, sync::Arc};
@@ -39,7 +44,7 @@ pub(crate) struct Prepared {
     /// What the process may use beside the data. Measuring costs leaves memory reserved, which the
     /// run takes.
     room: Room,
-    fingerprint: Option<DataFingerprint>,
+    fingerprint: DataFingerprint,
     /// Steps of the whole training.
     pub(crate) total_steps: usize,
     model_files: Vec<(String, Vec<u8>)>,
@@ -161,9 +166,9 @@ impl Prepared {
         let tokens = model.data_tokens(&args);
         let (datasets, corpus) = source.datasets(&inputs, &args, &tokens, trains)?;
         let total_steps = check_data(&args, &inputs, &datasets)?;
-        let samples = datasets.train.as_ref().map(|data| data.len());
-        let print = |samples| DataFingerprint::of(&args.data, &crates, tokenizer.as_ref(), samples);
-        let fingerprint = samples.map(print).transpose()?;
+        let used = datasets.train.as_ref().or(datasets.validation.as_ref());
+        let samples = used.map_or(0, |data| data.len());
+        let fingerprint = DataFingerprint::of(&args.data, &crates, tokenizer.as_ref(), samples)?;
         let inputs = PlanInputs::read(Arc::clone(&model.model), &args)?;
         let plan = Plan::new(&inputs, &args)?;
         let plan = Arc::new(if trains { plan } else { plan.frozen() });
@@ -196,13 +201,41 @@ impl Prepared {
         })
     }
 
+    /// What the model's files hold, wherever they lie: the configuration in use, the adapter's, and
+    /// checksums of the other files.
+    fn model_content(&self) -> Result<String> {
+        let json = &self.model.json;
+        let mut text = format!("{json:#}\n");
+        for (name, content) in &self.model_files {
+            let _ = writeln!(text, "{name} {}", Checksum::of(content));
+        }
+        if let Some(folder) = &self.args.model.hf_dir {
+            let mut weights = DataArguments::default();
+            (weights.path, weights.format) = (Some(folder.clone()), DataFormat::Tensors);
+            let weights = DataFingerprint::of(&weights, &CrateSources::default(), None, 0)?;
+            let contents = weights.contents.map(|contents| contents.to_string());
+            let _ = writeln!(
+                text,
+                "weights of {} bytes {} {}",
+                weights.bytes,
+                weights.names,
+                contents.unwrap_or_default()
+            );
+        }
+        if let Some(path) = &self.args.lora_config {
+            let adapter = read("lora_config", &path.0)?;
+            let _ = writeln!(text, "{adapter:#}");
+        }
+        Ok(text)
+    }
+
     /// The parts of each rank's trainer.
     pub(crate) fn parts(&self) -> TrainerParts {
         TrainerParts {
             train_data: self.datasets.train.clone(),
             eval_data: self.datasets.validation.clone(),
             model_files: self.model_files.clone(),
-            fingerprint: self.fingerprint,
+            fingerprint: self.datasets.train.is_some().then_some(self.fingerprint),
             ..TrainerParts::default()
         }
     }
@@ -411,7 +444,9 @@ impl Prepared {
 fn prepared_alike(prepared: Result<Prepared>, config: &Config, world: &World) -> Result<Prepared> {
     let prepared = world.agree(prepared)?;
     world.check_same("the configuration", &config.to_common_toml())?;
-    world.check_same("the data", &format!("{:?}", prepared.fingerprint))?;
+    let model = world.agree(prepared.model_content())?;
+    world.check_same("the model", &model)?;
+    world.check_same("the data", &prepared.fingerprint.to_string())?;
     Ok(prepared)
 }
 

@@ -3,10 +3,11 @@
 #[cfg(feature = "nccl")]
 mod nccl;
 
+use super::failure::rank_0_tells;
 use merak_mpu::{Built, ChosenEngine, EngineKind, Launch, Member, tcp, threads};
 use merak_trainer::{Config, Device, EngineChoice, Error, Result, World, metrics::Screen};
 use serde_json::{Value, json};
-use std::time::Duration;
+use std::{env, time::Duration};
 
 /// Longest wait for the other processes where the configuration cannot be read.
 const RENDEZVOUS: Duration = Duration::from_mins(1);
@@ -27,6 +28,9 @@ pub(crate) fn join(config: Option<&Config>, screen: &Screen) -> Result<World> {
     match choose(engine.into(), &launch, on_cuda)? {
         ChosenEngine::Threads => Ok(World::of_threads()),
         engine => {
+            if let (1, Some(config)) = (launch.world_size, config) {
+                expect_single_rank(engine, config)?;
+            }
             let timeout = config.map(|config| config.arguments().distributed.timeout_s);
             // A wait that is none is refused when the processes have met, once for all.
             let timeout = timeout.and_then(|wait| Duration::try_from_secs_f64(wait).ok());
@@ -54,15 +58,50 @@ fn choose(kind: EngineKind, launch: &Launch, on_cuda: bool) -> Result<ChosenEngi
     told_once(launch, chosen.map_err(Error::from))
 }
 
-/// What all processes meet alike; rank 0 tells it.
+/// What a process meets before it has met the others; rank 0 tells it where all meet it alike.
 pub(crate) fn told_once<T>(launch: &Launch, outcome: Result<T>) -> Result<T> {
     outcome.map_err(|error| {
-        if launch.rank > 0 {
+        if rank_0_tells(launch) {
             Error::Told(Box::new(error))
         } else {
             error
         }
     })
+}
+
+/// Refuses an engine between processes for a process alone that is to be several ranks.
+fn expect_single_rank(engine: ChosenEngine, config: &Config) -> Result<()> {
+    // What is wrong with the degrees themselves is told later.
+    let Ok(args) = config.check() else {
+        return Ok(());
+    };
+    let ranks = args.world_size();
+    if ranks == 1 {
+        return Ok(());
+    }
+    let words = env::args_os().skip(1);
+    let words: Vec<_> = words.map(|word| quoted(&word.to_string_lossy())).collect();
+    let starter = match engine {
+        ChosenEngine::Mpi => format!("mpirun -n {ranks} merak"),
+        _ => format!("merak launch -n {ranks} --"),
+    };
+    let key = "distributed.engine";
+    Err(Error::CommandLine(format!(
+        "\"{key}\" is {engine} ({}), whose ranks are processes, but one process was started for \
+         {ranks} ranks: write `{starter} {}`, or choose auto, whose ranks are then threads",
+        config.origin(key),
+        words.join(" ")
+    )))
+}
+
+/// A word of a command line as a shell reads it.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@%+".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
 }
 
 /// The ranks of this process in a world of `ranks` ranks, and their engine: all of them where it

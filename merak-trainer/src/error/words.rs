@@ -139,3 +139,16 @@ pub(super) fn with_key_and_place(key: &str, place: Option<&str>, error: &Error) 
         (false, Some(place)) => format!(" ({key}, {place})"),
     }
 }
+
+/// What each side of a torn run has.
+pub(super) fn sides_of(sides: &[(String, String)]) -> String {
+    let side = |(ranks, line): &(String, String)| {
+        let verb = if ranks.starts_with("ranks") {
+            "have"
+        } else {
+            "has"
+        };
+        format!("{ranks} {verb} \"{line}\"")
+    };
+    sides.iter().map(side).collect::<Vec<_>>().join(", ")
+}

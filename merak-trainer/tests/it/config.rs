@@ -151,7 +151,18 @@ fn processes_compare_all_keys_but_those_of_one_host() {
         other.unwrap().to_common_toml() == common
     });
     let ignored: Vec<_> = ignored.map(|key| key.name).collect();
-    assert_eq!(ignored, ["cost_cache", "distributed.nccl_library"]);
+    assert_eq!(
+        ignored,
+        [
+            "cost_cache",
+            "lora_config",
+            "model.config",
+            "model.hf_dir",
+            "data.path",
+            "data.tokenizer",
+            "distributed.nccl_library"
+        ]
+    );
 }
 
 #[test]

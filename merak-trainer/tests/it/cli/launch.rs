@@ -411,12 +411,14 @@ fn half_an_environment_is_told_and_a_world_of_one_is_a_process() {
     assert_eq!(ended.status, Some(2));
     assert_eq!(
         ended.stderr,
-        "error: WORLD_SIZE is set, but MASTER_ADDR is not: set both or neither\n"
+        "error: WORLD_SIZE is set, but MASTER_ADDR is not: set MASTER_ADDR to the host of rank 0, or \
+         unset RANK and WORLD_SIZE to run this process by itself\n"
     );
     let ended = half(&[("RANK", "3")]);
     assert_eq!(
         ended.stderr,
-        "error: RANK is set, but WORLD_SIZE is not: set both or neither\n"
+        "error: RANK is set, but WORLD_SIZE is not: set WORLD_SIZE to the number of processes, or \
+         unset RANK to run this process by itself\n"
     );
     // A world of one is a process with ranks of its own, and so is a job's script.
     assert_eq!(half(&[("RANK", "0"), ("WORLD_SIZE", "1")]).status, Some(0));
@@ -433,6 +435,77 @@ fn half_an_environment_is_told_and_a_world_of_one_is_a_process() {
         "{}",
         nested.stderr
     );
+}
+
+#[test]
+fn a_rank_tells_itself_what_rank_0_may_not_meet() {
+    let place = Workplace::new();
+    let told = |line: &str, variables: &[(&str, &str)]| {
+        let mut command = place.command(line);
+        command.envs(variables.iter().copied());
+        let ended = end(&place, command);
+        assert_eq!(ended.status, Some(2));
+        ended.stderr
+    };
+    let pmi = [("PMI_RANK", "1"), ("PMI_SIZE", "2")];
+    assert_eq!(
+        told("train merak.toml --dp 2", &pmi),
+        "[rank 1] error: the engine tcp does not fit: PMI_SIZE asks for 2 processes, and nothing \
+         says on which host rank 0 is: set MASTER_ADDR to it\n"
+    );
+    let all = [
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "29501"),
+    ];
+    let by_threads = told("train merak.toml --dp 2 --distributed.engine threads", &all);
+    assert!(
+        by_threads.starts_with("[rank 1] error: the engine threads does not fit"),
+        "{by_threads}"
+    );
+    let usage = told("evaluate merak.toml", &all);
+    assert!(usage.contains("<CHECKPOINT>"), "{usage}");
+    let filter = told("train merak.toml --log =", &all);
+    assert!(filter.contains("invalid filter directive"), "{filter}");
+}
+
+#[test]
+fn what_needs_no_ranks_is_printed_once() {
+    let place = Workplace::new();
+    for line in [
+        "config merak.toml",
+        "schedule 1f1b -p 2 -m 2",
+        "trace model.json",
+    ] {
+        let alone = place.succeed(line);
+        let ended = end(&place, place.command(&format!("launch -n 3 -- {line}")));
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        assert_eq!(ended.stdout, alone);
+    }
+    let ended = end(&place, place.command("launch -n 3 -- doctor --json"));
+    let document: Value = serde_json::from_str(&ended.stdout).expect("one document");
+    assert_eq!(
+        (&document["rank"], &document["world_size"]),
+        (&0.into(), &3.into())
+    );
+    let ended = end(&place, place.command("launch -n 3 -- config no.toml"));
+    assert_eq!(ended.status, Some(2));
+    assert_eq!(
+        ended.stderr.matches("no.toml").count(),
+        1,
+        "{}",
+        ended.stderr
+    );
+}
+
+#[test]
+fn an_engine_of_processes_for_one_process_is_refused_with_the_launch_to_write() {
+    let place = Workplace::new();
+    let line = "train merak.toml --dp 2 --tp 2 --distributed.engine tcp --set data.path=text";
+    assert_snapshot!(place.mistake(line), @r#"error: "distributed.engine" is tcp (command line --distributed.engine), whose ranks are processes, but one process was started for 4 ranks: write `merak launch -n 4 -- train merak.toml --dp 2 --tp 2 --distributed.engine tcp --set data.path=text`, or choose auto, whose ranks are then threads"#);
+    // One rank is a world of its own on every engine.
+    place.succeed("train merak.toml --max_steps 1 --distributed.engine tcp");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Ranks in processes of their own do what ranks as threads do.
 
-use std::{collections::BTreeMap, fs, path::Path, thread, time::Duration};
+use std::{collections::BTreeMap, fs, net::TcpListener, path::Path, thread, time::Duration};
 
 use serde_json::Value;
 
@@ -15,6 +15,27 @@ fn launched(place: &Workplace, processes: usize, line: &str) -> Ended {
         place,
         place.command(&format!("launch -n {processes} -- {line}")),
     )
+}
+
+/// Runs a command on as many processes as there are lines, each with its own, as a script on several
+/// hosts starts them.
+fn by_hand(place: &Workplace, lines: &[String]) -> Vec<Ended> {
+    let port = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let port = port.local_addr().expect("an address").port();
+    thread::scope(|scope| {
+        let start = |(rank, line): (usize, &String)| {
+            let mut command = place.command(line);
+            command
+                .env("RANK", rank.to_string())
+                .env("WORLD_SIZE", lines.len().to_string())
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", port.to_string());
+            scope.spawn(move || end(place, command))
+        };
+        let ranks: Vec<_> = lines.iter().enumerate().map(start).collect();
+        let end = |rank: thread::ScopedJoinHandle<'_, Ended>| rank.join().expect("it ends");
+        ranks.into_iter().map(end).collect()
+    })
 }
 
 fn succeed(ended: &Ended) -> &str {
@@ -119,6 +140,64 @@ fn processes_write_the_records_and_checkpoints_of_threads() {
     let generate = "generate processes --prompt fn --tp 2 --json";
     let generated = launched(&place, 2, generate);
     assert_eq!(succeed(&generated), place.succeed(generate));
+}
+
+#[test]
+fn equal_inputs_may_lie_elsewhere_and_the_process_with_others_is_named() {
+    let place = Workplace::new();
+    let copy = |from: &str, to: &str| {
+        let content = fs::read_to_string(place.path(from)).expect("a text");
+        place.write(to, &content);
+    };
+    copy("text/a.txt", "other/text/a.txt");
+    copy("model.json", "other/model.json");
+    let line = |inputs: &str, run: &str| {
+        format!(
+            "train merak.toml --dp 3 --max_steps 1 --output_dir {run} \
+             --data.path {inputs}text --model.config {inputs}model.json"
+        )
+    };
+    let run =
+        |inputs: [&str; 3], run: &str| by_hand(&place, &inputs.map(|inputs| line(inputs, run)));
+    for ended in run(["", "other/", ""], "same") {
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    }
+    let told = |ended: &[Ended]| -> Vec<_> {
+        let one = |ended: &Ended| (ended.status, ended.stderr.clone());
+        ended.iter().map(one).collect()
+    };
+    let expect_odd = |what: &str, inputs: [&str; 3]| {
+        let odd = inputs.iter().position(|inputs| *inputs == "other/");
+        let odd = odd.expect("a rank with other inputs");
+        let told = told(&run(inputs, "never"));
+        let most: Vec<_> = (0..3).filter(|rank| *rank != odd).collect();
+        let differs = format!(
+            "{what} differs from that of ranks {} and {}",
+            most[0], most[1]
+        );
+        assert!(
+            told[odd].1.contains(&format!("error: {differs}")),
+            "{told:?}"
+        );
+        assert_eq!(told[odd].0, Some(2), "{told:?}");
+        for rank in most {
+            assert_eq!(told[rank].0, Some(3), "{told:?}");
+        }
+        let first = &told[0].1;
+        assert!(
+            odd == 0 || first.contains(&format!("error: rank {odd} failed: {differs}")),
+            "{told:?}"
+        );
+    };
+    let text = fs::read_to_string(place.path("text/a.txt")).expect("a text");
+    place.write("other/text/a.txt", &text.replacen("every", "never", 1));
+    expect_odd("the data", ["", "", "other/"]);
+    expect_odd("the data", ["other/", "", ""]);
+    copy("text/a.txt", "other/text/a.txt");
+    let model = fs::read_to_string(place.path("model.json")).expect("a model");
+    place.write("other/model.json", &model.replace("0.1", "0.2"));
+    expect_odd("the model", ["", "other/", ""]);
+    assert!(!place.path("never").exists());
 }
 
 #[test]
