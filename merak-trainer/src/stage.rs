@@ -9,7 +9,7 @@ mod reduction;
 mod tch;
 mod tied;
 
-pub(crate) use self::params::{ParamMemory, StageParams};
+pub(crate) use self::params::{ParamMemory, StageParams, floats};
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
 use crate::{
@@ -220,16 +220,24 @@ impl RankStages {
         }
     }
 
-    /// A copy of the gradients of this rank's trained parameters, by name, before they are reduced.
+    /// A copy of the gradients of this rank's trained parameters, by name, before they are reduced
+    /// and without the loss scale.
     pub(crate) fn gradients(&mut self) -> Result<NamedTensors> {
         self.tied.sum(&*self.backend, &mut self.grads)?;
         let layout = self.optimizer.layout();
+        let unscale = (1.0 / self.optimizer.loss_scale()) as f32;
         let mut out = Vec::new();
         self.grads.buffers[0].read(&mut |bytes| {
             let flat = bytemuck::cast_slice::<u8, f32>(bytes);
             let params = layout.params().iter().enumerate();
+            let unscaled = |index| {
+                flat[layout.range(index)]
+                    .iter()
+                    .map(|g| g * unscale)
+                    .collect()
+            };
             out = params
-                .map(|(index, param)| (param.name.clone(), flat[layout.range(index)].to_vec()))
+                .map(|(index, param)| (param.name.clone(), unscaled(index)))
                 .collect();
         });
         Ok(out)

@@ -255,7 +255,8 @@ fn read_together(buffers: &[Box<dyn Buffer>], seen: &[&[u8]], look: &mut dyn FnM
     });
 }
 
-fn floats(dtype: DType, bytes: &[u8]) -> Cow<'_, [f32]> {
+/// Floats of any size as `f32`.
+pub(crate) fn floats(dtype: DType, bytes: &[u8]) -> Cow<'_, [f32]> {
     match dtype {
         DType::BF16 => bytemuck::cast_slice::<_, bf16>(bytes).to_f32_vec().into(),
         DType::F16 => bytemuck::cast_slice::<_, f16>(bytes).to_f32_vec().into(),
