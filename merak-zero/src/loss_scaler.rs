@@ -216,7 +216,6 @@ impl LossScaler {
 }
 
 #[cfg(test)]
-#[expect(clippy::float_cmp, reason = "scales are exact")]
 mod tests {
     use super::*;
 

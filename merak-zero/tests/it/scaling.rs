@@ -9,13 +9,13 @@ use merak_zero::{
 };
 
 /// A dynamic scale from 2^power on, which doubles after two clean steps.
-fn dynamic(initial_power: u32, hysteresis: u64, min_scale: u64) -> Option<LossScaling> {
-    Some(LossScaling::Dynamic(DynamicScaling {
+fn dynamic(initial_power: u32, hysteresis: u64, min_scale: u64) -> LossScaling {
+    LossScaling::Dynamic(DynamicScaling {
         initial_power,
         window: 2,
         hysteresis,
         min_scale,
-    }))
+    })
 }
 
 /// Weights, norm and clip factor after each of three steps.
@@ -28,7 +28,9 @@ fn trained(member: &Member, config: &ZeroConfig) -> Vec<(Vec<f32>, f64, f64)> {
             .iter()
             .map(|g| g * scale)
             .collect();
-        let report = optimizer.step(&mut weights, &mut grads, lr(t)).unwrap();
+        let report = optimizer
+            .step(&mut weights, &mut grads, lr(t))
+            .expect("no rank fails");
         assert_eq!(report.skipped, None);
         (weights.clone(), report.grad_norm, report.clip_factor)
     };
@@ -42,16 +44,15 @@ fn a_scale_that_is_a_power_of_two_changes_no_bit_under_any_rule() {
         for stage in [ZeroStage::Replicated, ZeroStage::OptimizerState] {
             let mut plain = config(stage);
             plain.optimizer.optim = optim;
-            let fixed = Some(LossScaling::Fixed(2_f64.powi(20)));
-            for loss_scaling in [fixed, dynamic(16, 2, 1)] {
+            for scaling in [LossScaling::Fixed(2_f64.powi(20)), dynamic(16, 2, 1)] {
                 let scaled = ZeroConfig {
-                    loss_scaling,
+                    loss_scaling: Some(scaling),
                     ..plain.clone()
                 };
                 world(2, |member| {
                     let (plain, scaled) = (trained(&member, &plain), trained(&member, &scaled));
                     assert!(plain[0].2 < 1.0, "gradients are clipped");
-                    assert!(plain == scaled, "{optim} {stage:?} {loss_scaling:?}");
+                    assert!(plain == scaled, "{optim} {stage:?} {scaling:?}");
                 });
             }
         }
@@ -60,7 +61,7 @@ fn a_scale_that_is_a_power_of_two_changes_no_bit_under_any_rule() {
 
 /// An optimizer of one of two pipeline stages, each on two replicas; both hold the last parameter,
 /// which counts on the first.
-fn of_stage(member: &Member, stage: ZeroStage, loss_scaling: Option<LossScaling>) -> ZeroOptimizer {
+fn of_stage(member: &Member, stage: ZeroStage, scaling: LossScaling) -> ZeroOptimizer {
     let rank = member.rank().0;
     let (replica, place) = (rank % 2, rank / 2);
     let groups = ZeroGroups {
@@ -74,10 +75,10 @@ fn of_stage(member: &Member, stage: ZeroStage, loss_scaling: Option<LossScaling>
     let model = GlobalParams::new([("first", 8), ("second", 8), ("both", 8)]);
     let config = ZeroConfig {
         stage,
-        loss_scaling,
+        loss_scaling: Some(scaling),
         ..ZeroConfig::default()
     };
-    ZeroOptimizer::new(specs, model, config, groups).unwrap()
+    ZeroOptimizer::new(specs, model, config, groups).expect("a legal configuration")
 }
 
 #[test]
@@ -174,14 +175,14 @@ fn skipped_steps_count_against_a_run_only_where_the_scale_cannot_fall() {
     assert_eq!(counts(None), [1, 2, 3, 4, 5]);
     assert_eq!(counts(Some(LossScaling::Fixed(2.0))), [1, 2, 3, 4, 5]);
     // From 16 to 4 in three overflows, the first of which takes the hysteresis.
-    assert_eq!(counts(dynamic(4, 2, 4)), [0, 0, 0, 1, 2]);
+    assert_eq!(counts(Some(dynamic(4, 2, 4))), [0, 0, 0, 1, 2]);
 }
 
 #[test]
 fn a_scale_of_a_checkpoint_is_gone_on_with() {
     world(1, |member| {
         let config = ZeroConfig {
-            loss_scaling: dynamic(4, 1, 1),
+            loss_scaling: Some(dynamic(4, 1, 1)),
             ..config(ZeroStage::Replicated)
         };
         let mut weights = noises(1, len());
