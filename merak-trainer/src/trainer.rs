@@ -343,8 +343,8 @@ impl MerakTrainer {
     ///
     /// # Errors
     /// When everything is frozen; when a rank fails, which ends the run on all of them; when
-    /// gradients are not finite in `max_skipped_steps` steps in a row that no lower loss scale could
-    /// save, or in every step of this call.
+    /// gradients are not finite in `max_skipped_steps` steps in a row that no lower loss scale
+    /// could save, or in every step of this call.
     pub fn train(&mut self) -> Result<TrainOutput> {
         if self.stages.plan.trained_params().next().is_none() {
             return Err(Error::Plan(PlanError::NothingTrained));

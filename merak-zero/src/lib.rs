@@ -53,8 +53,8 @@
 //! stage 0            all-reduce          all-reduce                last bucket first, x 1/N
 //! stage 1            reduce-scatter      reduce-scatter            rank r gets part r, x 1/N
 //! norm               sums of squares of whole blocks -> one vector -> model order -> square root
-//! not finite         skip: nothing changes, the report names the parameter; the loss scale may fall
-//! update             stage 0: all        stage 1: part r           gradient x clip factor / loss scale
+//! not finite         skip: nothing changes but the loss scale, the report names the parameter
+//! update             stage 0: all        stage 1: part r           gradient x clip / loss scale
 //! stage 1            all-gather of the parts
 //! ```
 //!

@@ -119,7 +119,8 @@ fn scale<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     }
 }
 
-/// The scale of the loss, in the same state on every rank, since all of them see the same overflows.
+/// The scale of the loss, in the same state on every rank, since all of them see the same
+/// overflows.
 ///
 /// With hysteresis `h`, which begins with that of the settings, and `clean` steps:
 ///

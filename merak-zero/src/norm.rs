@@ -55,9 +55,9 @@ pub fn sums_of_squares(
     sums
 }
 
-/// The sums of this rank's `blocks`, each at its place among the blocks of the whole model. Of those
-/// that do not count, a sum that is not finite stands there nevertheless, so that all ranks learn
-/// of it.
+/// The sums of this rank's `blocks`, each at its place among the blocks of the whole model. Of
+/// those that do not count, a sum that is not finite stands there nevertheless, so that all ranks
+/// learn of it.
 pub(crate) fn in_model_order(
     layout: &FlatLayout,
     model: &GlobalParams,

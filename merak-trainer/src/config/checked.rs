@@ -211,7 +211,8 @@ impl CheckedArguments {
         )?)
     }
 
-    /// The type of 16 bits that weights have or, on the default backend, frozen weights are kept in.
+    /// The type of 16 bits that weights have or, on the default backend, frozen weights are kept
+    /// in.
     pub(crate) fn narrow(&self) -> Option<DType> {
         match (self.bf16, self.fp16) {
             (true, _) => Some(DType::BF16),
