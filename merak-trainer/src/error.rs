@@ -8,7 +8,7 @@ mod plan;
 mod resume;
 mod words;
 
-use self::words::{sides_of, stages_of, with_key_and_place};
+use self::words::{at_scale, or_scale, sides_of, stages_of, with_key_and_place};
 pub use self::{
     config::ConfigError, data::DataError, folder::FolderError, plan::PlanError,
     resume::ResumeError, words::StepPart,
@@ -83,9 +83,10 @@ pub enum Error {
     Resume(#[from] ResumeError),
     /// Gradients that are never finite.
     #[error(
-        "{steps} steps in a row changed nothing, step {step} because the gradient of \"{param}\" is not finite: look \
+        "{steps} steps in a row changed nothing, step {step} because the gradient of \"{param}\" is not finite{}: look \
          for numbers in the data or the starting weights that are not finite or very large, or choose a smaller \
-         \"learning_rate\" (\"max_skipped_steps\" is {limit})"
+         \"learning_rate\"{} (\"max_skipped_steps\" is {limit})",
+        at_scale(*loss_scale), or_scale(*loss_scale)
     )]
     SkippedSteps {
         /// Steps that were skipped.
@@ -96,6 +97,8 @@ pub enum Error {
         param: String,
         /// How many may be skipped.
         limit: usize,
+        /// Under `fp16` the loss scale of the last of them, and the key that it comes from.
+        loss_scale: Option<(f64, &'static str)>,
     },
     /// An evaluation whose result is not a number.
     #[error(

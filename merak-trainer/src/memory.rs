@@ -11,6 +11,7 @@ use crate::{
 use merak_ckpt::words::Bytes;
 use merak_partition::input_bytes;
 use merak_trace::{Graph, Op, StageProgram};
+use merak_zero::ZeroStage;
 use std::{fmt, iter};
 use threads::{mapped_bytes, touched_bytes};
 
@@ -199,7 +200,8 @@ impl Plan {
                     let cache = self.cached_bytes(rank, first)?;
                     let cache = cache.saturating_mul(kept.div_ceil(args.dp));
                     let (values, pool) = self.forward_bytes(rank, first)?;
-                    (values.saturating_add(cache), pool)
+                    let gathered = self.gathered_bytes(args, rank)?;
+                    (values.saturating_add(cache).saturating_add(gathered), pool)
                 }
             };
             need.pool = need.pool.max(pool);
@@ -208,6 +210,16 @@ impl Plan {
             }
         }
         Ok(need)
+    }
+
+    /// The weights that a rank gathers from its replicas to generate text.
+    fn gathered_bytes(&self, args: &CheckedArguments, rank: usize) -> Result<usize> {
+        if args.zero_stage < ZeroStage::Parameters || args.dp == 1 {
+            return Ok(0);
+        }
+        let programs = self.rank_programs(rank)?;
+        let trained = programs.params.iter().filter(|param| param.trainable);
+        Ok(trained.map(|param| param.local.size_bytes()).sum())
     }
 
     /// Bytes that a rank's caches keep of the positions of a forward.

@@ -12,7 +12,7 @@ mod tied;
 
 pub(crate) use self::{
     gathered::StageValues,
-    params::{ParamMemory, StageParams},
+    params::{ParamMemory, StageParams, floats},
     reduction::grad_store,
 };
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
@@ -230,12 +230,17 @@ impl RankStages {
         }
     }
 
-    /// A copy of the gradients of this rank's trained parameters, by name, before they are reduced.
+    /// A copy of the gradients of this rank's trained parameters, by name, before they are reduced
+    /// and without the loss scale.
     pub(crate) fn gradients(&mut self) -> Result<NamedTensors> {
         self.tied.sum(&*self.backend, &mut self.grads)?;
         let params = self.optimizer.layout().params().iter().enumerate();
+        let unscale = (1.0 / self.optimizer.loss_scale()) as f32;
         let gradient = |(index, param): (usize, &ParamSpec)| {
-            let values = reduction::read_gradient(&self.grads, &self.optimizer, index);
+            let mut values = reduction::read_gradient(&self.grads, &self.optimizer, index);
+            for value in &mut values {
+                *value *= unscale;
+            }
             (param.name.clone(), values)
         };
         Ok(params.map(gradient).collect())

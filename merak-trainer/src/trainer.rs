@@ -214,6 +214,15 @@ impl MerakTrainer {
     /// Takes the weights that the run starts with: those of a checkpoint, of `model.hf_dir`, or
     /// fresh ones.
     fn start(&mut self) -> Result<()> {
+        let mpu = &self.stages.mpu;
+        let (zero_stage, pp) = (u8::from(self.args.zero_stage), self.args.pp);
+        if zero_stage >= 2 && pp > 1 && self.args.dp > 1 && mpu.is_rank_0() {
+            tracing::warn!(
+                zero_stage,
+                pp,
+                "with several pipeline stages every microbatch is reduced apart: zero_stage 1 sends less"
+            );
+        }
         let resumed = match self.args.resume_from_checkpoint.clone() {
             Some(from) => self.resume(&from)?,
             None => false,
@@ -344,8 +353,8 @@ impl MerakTrainer {
     ///
     /// # Errors
     /// When everything is frozen; when a rank fails, which ends the run on all of them; when
-    /// gradients are not finite in `max_skipped_steps` steps in a row, or in every step of this
-    /// call.
+    /// gradients are not finite in `max_skipped_steps` steps in a row that no lower loss scale
+    /// could save, or in every step of this call.
     pub fn train(&mut self) -> Result<TrainOutput> {
         if self.stages.plan.trained_params().next().is_none() {
             return Err(Error::Plan(PlanError::NothingTrained));
@@ -403,23 +412,25 @@ impl MerakTrainer {
         self.after_step()
     }
 
-    /// Ends a run that skips too many steps: as many in a row as the arguments allow, or all of
-    /// them. `updates` counts the steps that were not skipped.
+    /// Ends a run that skips too many steps: as many in a row as the arguments allow where the loss
+    /// scale cannot fall, or all of them. `updates` counts the steps that were not skipped.
     fn check_skipped(&mut self, report: StepReport, updates: u32) -> Result<()> {
-        let (steps, limit) = (
-            self.stages.optimizer.progress().skipped_in_a_row,
+        let (progress, limit) = (
+            self.stages.optimizer.progress(),
             self.args.max_skipped_steps,
         );
         let is_over = self.progress.is_done() && updates == 0;
         match report.skipped {
-            Some(param) if is_over || steps >= limit as u64 => {
+            Some(param) if is_over || progress.skipped_at_floor >= limit as u64 => {
                 // The checkpoint that is being written is of an earlier step.
                 self.finish_save()?;
+                let key = self.args.loss_scale_key();
                 Err(Error::SkippedSteps {
-                    steps,
+                    steps: progress.skipped_in_a_row,
                     step: report.step,
                     param,
                     limit,
+                    loss_scale: report.loss_scale.map(|scale| (scale, key)),
                 })
             }
             _ => Ok(()),

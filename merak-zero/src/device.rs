@@ -56,7 +56,7 @@ pub struct Step<'a> {
     pub lr: f64,
     /// Number of this step, 1 for the first.
     pub time: u64,
-    /// The clip factor, by which gradients are multiplied.
+    /// The clip factor over the loss scale, by which gradients are multiplied.
     pub grad_scale: f64,
 }
 

@@ -1,5 +1,5 @@
-//! Sharded optimizers over flat buckets: ZeRO, clipping by the true global norm, learning-rate
-//! schedules.
+//! Sharded optimizers over flat buckets: ZeRO, clipping by the true global norm, loss scaling,
+//! learning-rate schedules.
 //!
 //! In 3D parallelism this is the tail of a step. Each rank holds a tensor-parallel slice of one
 //! pipeline stage; ranks that differ in their data or sequence coordinate alone hold the same
@@ -43,6 +43,8 @@
 //!   rules themselves, over plain slices. [`MatrixProducts`] multiplies the matrices of Muon.
 //! - [`StepDevice`] steps buffers in the memory of a device, where the state then lies too.
 //! - [`OwnedState`] is what a checkpoint saves, [`Progress`] how far the optimizer has come.
+//! - [`LossScaler`] is the scale of the loss under f16; the optimizer steps it and divides
+//!   gradients by it.
 //! - [`LrSchedule`] turns the number of steps done into a learning rate.
 //!
 //! # One step
@@ -51,8 +53,8 @@
 //! stage 0            all-reduce          all-reduce                last bucket first, x 1/N
 //! stage 1            reduce-scatter      reduce-scatter            rank r gets part r, x 1/N
 //! norm               sums of squares of whole blocks -> one vector -> model order -> square root
-//! not finite         skip: nothing changes, the report names the parameter
-//! update             stage 0: all        stage 1: part r           gradient x clip factor
+//! not finite         skip: nothing changes but the loss scale, the report names the parameter
+//! update             stage 0: all        stage 1: part r           gradient x clip / loss scale
 //! stage 1            all-gather of the parts
 //! ```
 //!
@@ -84,7 +86,7 @@
 //!   thread count, in any bit; nor does the update, by any rule.
 //! - The norm counts each logical element once: slices of all tensor ranks, replicated parameters
 //!   on one, tied weights on one stage.
-//! - Either all ranks of the model update or none does.
+//! - Either all ranks of the model update or none does, and the loss scale is the same on all.
 //!
 //! This version steps f32 parameters with f32 gradients in stages 0 and 1; asking for more is an
 //! error.
@@ -110,6 +112,7 @@ mod error;
 mod exchange;
 mod flat;
 mod layout;
+mod loss_scaler;
 mod norm;
 mod optimizer;
 mod params;
@@ -130,6 +133,7 @@ pub use device::{DeviceError, Step, StepDevice, StepRange};
 pub use error::{Error, Result};
 pub use exchange::{Gatherer, PendingBucket};
 pub use layout::{Bucket, FlatLayout, Part};
+pub use loss_scaler::{DynamicScaling, LossScaler, LossScaling, ScalerState};
 pub use norm::{GradNorm, sums_of_squares};
 pub use optimizer::{
     AdamStep, LionStep, OptimizerConfig, OptimizerKind, SgdStep, StateKind, adam_update,

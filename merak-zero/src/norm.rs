@@ -31,6 +31,14 @@ impl GradNorm {
         }
         (max_grad_norm / (self.norm + 1e-6)).min(1.0)
     }
+
+    /// The norm of gradients that were multiplied by `scale`, before that.
+    pub(crate) fn unscaled(self, scale: f64) -> Self {
+        Self {
+            norm: self.norm / scale,
+            ..self
+        }
+    }
 }
 
 /// The sum of squares of each range of `values`, on up to `threads` threads.
@@ -47,7 +55,9 @@ pub fn sums_of_squares(
     sums
 }
 
-/// The sums of this rank's `blocks`, each at its place among the blocks of the whole model.
+/// The sums of this rank's `blocks`, each at its place among the blocks of the whole model. Of
+/// those that do not count, a sum that is not finite stands there nevertheless, so that all ranks
+/// learn of it.
 pub(crate) fn in_model_order(
     layout: &FlatLayout,
     model: &GlobalParams,
@@ -57,7 +67,7 @@ pub(crate) fn in_model_order(
     let mut all = vec![0.0; model.num_blocks()];
     for (sum, block) in own.into_iter().zip(blocks) {
         let spec = &layout.params()[block.param];
-        if spec.counts_in_norm {
+        if spec.counts_in_norm || !sum.is_finite() {
             all[model.first_block(spec.global_index) + block.index()] = sum;
         }
     }

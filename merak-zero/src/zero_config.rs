@@ -1,6 +1,6 @@
 //! How an optimizer reduces, clips and steps, and with whom.
 
-use crate::{Error, OptimizerConfig, Result, ZeroStage};
+use crate::{Error, LossScaling, OptimizerConfig, Result, ZeroStage};
 use merak_mpu::Group;
 
 /// How an optimizer reduces, clips and steps.
@@ -12,6 +12,9 @@ pub struct ZeroConfig {
     pub optimizer: OptimizerConfig,
     /// Largest global norm of the gradients; 0 or less switches clipping off.
     pub max_grad_norm: f64,
+    /// How the gradient of the loss is scaled, if it is. The caller multiplies it by
+    /// [`ZeroOptimizer::loss_scale`](crate::ZeroOptimizer::loss_scale).
+    pub loss_scaling: Option<LossScaling>,
     /// Most elements of one gradient reduction.
     pub reduce_bucket_size: usize,
     /// Most elements of one gathering of parameters.
@@ -30,6 +33,7 @@ impl Default for ZeroConfig {
             stage: ZeroStage::OptimizerState,
             optimizer: OptimizerConfig::default(),
             max_grad_norm: 1.0,
+            loss_scaling: None,
             reduce_bucket_size: 500_000_000,
             gather_bucket_size: 500_000_000,
             prescale_gradients: false,
@@ -47,6 +51,9 @@ impl ZeroConfig {
     #[expect(clippy::float_cmp, reason = "1 is the value that stands for unset")]
     pub fn validate(&self) -> Result<()> {
         self.optimizer.validate()?;
+        self.loss_scaling
+            .iter()
+            .try_for_each(LossScaling::validate)?;
         let factor = self.gradient_predivide_factor;
         // Gradients are scaled by it and by its inverse, both of which must be numbers of `f32`.
         let factor_legal = (1.0..=1e9).contains(&factor);

@@ -1,8 +1,9 @@
 //! The optimizer of one rank.
 
 use crate::{
-    Block, Error, FlatLayout, GlobalParams, GradNorm, MatrixProducts, OptimizerKind, ParamSpec,
-    PlainProducts, Result, Step, StepDevice, ZeroConfig, ZeroGroups, ZeroStage,
+    Block, Error, FlatLayout, GlobalParams, GradNorm, LossScaler, MatrixProducts, OptimizerKind,
+    ParamSpec, PlainProducts, Result, ScalerState, Step, StepDevice, ZeroConfig, ZeroGroups,
+    ZeroStage,
     device::DeviceState,
     exchange::{Exchange, Gatherer},
     flat,
@@ -25,15 +26,20 @@ pub struct Progress {
     pub skipped: u64,
     /// Steps skipped since the last update.
     pub skipped_in_a_row: u64,
+    /// Those of them that no lower loss scale could save: without a [`LossScaler`] all.
+    #[serde(default)]
+    pub skipped_at_floor: u64,
 }
 
 /// The outcome of a step, the same on every rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UpdateReport {
-    /// The global norm of the averaged gradients, before clipping.
+    /// The global norm of the averaged gradients, before clipping and without the loss scale.
     pub grad_norm: f64,
-    /// The factor that gradients were multiplied by.
+    /// The factor that clipped the gradients.
     pub clip_factor: f64,
+    /// The scale of the loss in this step, if there is one.
+    pub loss_scale: Option<f64>,
     /// The first parameter with a non-finite gradient, if that made all ranks skip the update.
     pub skipped: Option<String>,
 }
@@ -63,6 +69,7 @@ pub struct ZeroOptimizer {
     /// Where the values of the state are instead, if the flat buffers are on a device.
     on_device: Option<DeviceState>,
     progress: Progress,
+    scaler: Option<LossScaler>,
     /// Whether the gradients of the step in hand are averages already.
     reduced: bool,
 }
@@ -106,6 +113,7 @@ impl ZeroOptimizer {
             products: Arc::new(PlainProducts {
                 threads: config.threads,
             }),
+            scaler: config.loss_scaling.map(LossScaler::new),
             layout,
             model,
             config,
@@ -222,6 +230,24 @@ impl ZeroOptimizer {
     /// Continues from a checkpoint.
     pub fn set_progress(&mut self, progress: Progress) {
         self.progress = progress;
+    }
+
+    /// What the gradient of the loss is multiplied by in the step in hand; 1 without
+    /// [`ZeroConfig::loss_scaling`].
+    pub fn loss_scale(&self) -> f64 {
+        self.scaler.as_ref().map_or(1.0, LossScaler::scale)
+    }
+
+    /// Where the loss scale stands, for a checkpoint; `None` without one, or if it is fixed.
+    pub fn scaler_state(&self) -> Option<ScalerState> {
+        self.scaler.as_ref().and_then(LossScaler::state)
+    }
+
+    /// Continues with the loss scale of a checkpoint, if this optimizer has one that changes.
+    pub fn restore_scaler(&mut self, state: ScalerState) {
+        if let Some(scaler) = &mut self.scaler {
+            scaler.restore(state);
+        }
     }
 
     /// Starts the reduction of one bucket while the backward pass works on others.
@@ -348,7 +374,7 @@ impl ZeroOptimizer {
         Ok(())
     }
 
-    /// The norm of the averaged gradients of the whole model.
+    /// The norm of the averaged gradients of the whole model, without the loss scale.
     ///
     /// Sums of squares of norm blocks, in f64, are added by parameter and then over the parameters
     /// in model order, so the cut into pipeline stages and the ZeRO stage change no bit of it.
@@ -371,14 +397,14 @@ impl ZeroOptimizer {
         };
         let sums = norm::in_model_order(&self.layout, &self.model, blocks, own);
         let sums = norm::sum_over_ranks(&self.exchange, &self.model_group, sums)?;
-        Ok(norm::combine(&self.model, &sums))
+        Ok(norm::combine(&self.model, &sums).unscaled(self.loss_scale()))
     }
 
-    /// Reduces, clips and applies the gradients with learning rate `lr`, and gathers the
+    /// Reduces, unscales, clips and applies the gradients with learning rate `lr`, and gathers the
     /// parameters.
     ///
     /// A gradient that is not finite, on any rank, skips the step on all: parameters, state and the
-    /// step count stay as they were.
+    /// step count stay as they were. The loss scale takes its next value.
     ///
     /// # Communication
     /// [`ZeroOptimizer::reduce_gradients`] unless done before, [`ZeroOptimizer::grad_norm`], and
@@ -415,26 +441,22 @@ impl ZeroOptimizer {
         }
         let norm = self.grad_norm(grads)?;
         self.reduced = false;
+        let loss_scale = self.scaler.as_ref().map(LossScaler::scale);
         let clip_factor = norm.clip_factor(self.config.max_grad_norm);
-        if let Some(param) = &norm.non_finite {
-            self.progress.skipped += 1;
-            self.progress.skipped_in_a_row += 1;
-            let step = self.progress.steps + self.progress.skipped;
-            tracing::warn!(%param, step, "step skipped: gradient is not finite");
-        } else {
-            self.progress.steps += 1;
-            self.progress.skipped_in_a_row = 0;
+        self.note(norm.non_finite.as_deref());
+        if norm.non_finite.is_none() {
             let (config, time) = (&self.config.optimizer, self.progress.steps);
+            let grad_scale = clip_factor / loss_scale.unwrap_or(1.0);
             if let Some(device) = &mut self.on_device {
                 let step = Step {
                     config,
                     lr,
                     time,
-                    grad_scale: clip_factor,
+                    grad_scale,
                 };
                 device.update(&step, params, grads)?;
             } else {
-                let mut step = |p: &mut [f32], g: &[f32]| self.update(lr, clip_factor, p, g);
+                let mut step = |p: &mut [f32], g: &[f32]| self.update(lr, grad_scale, p, g);
                 flat::write(params, |p| flat::read(grads, |g| step(p, g)))?;
             }
             self.exchange.gather_params(&self.layout, params)?;
@@ -442,8 +464,35 @@ impl ZeroOptimizer {
         Ok(UpdateReport {
             grad_norm: norm.norm,
             clip_factor,
+            loss_scale,
             skipped: norm.non_finite,
         })
+    }
+
+    /// Counts a step, and sets the loss scale of the next one; `non_finite` names the first
+    /// parameter because of whose gradient it is skipped.
+    fn note(&mut self, non_finite: Option<&str>) {
+        let Some(param) = non_finite else {
+            self.progress.steps += 1;
+            self.progress.skipped_in_a_row = 0;
+            self.progress.skipped_at_floor = 0;
+            self.scaler.iter_mut().for_each(LossScaler::after_clean);
+            return;
+        };
+        self.progress.skipped += 1;
+        self.progress.skipped_in_a_row += 1;
+        let step = self.progress.steps + self.progress.skipped;
+        match &mut self.scaler {
+            Some(scaler) if !scaler.is_at_floor() => {
+                let loss_scale = scaler.scale();
+                tracing::info!(%param, step, loss_scale, "step skipped: gradient overflows at this loss scale");
+            }
+            _ => {
+                self.progress.skipped_at_floor += 1;
+                tracing::warn!(%param, step, "step skipped: gradient is not finite");
+            }
+        }
+        self.scaler.iter_mut().for_each(LossScaler::after_overflow);
     }
 
     fn holders(&self) -> PieceHolders<'_> {

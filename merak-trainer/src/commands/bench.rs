@@ -90,7 +90,7 @@ pub(crate) struct Gpt {
     /// What it executes them on.
     #[arg(long, default_value = "cpu")]
     device: String,
-    /// Element type: f32, or bf16 with backend tch or an adapter.
+    /// Element type: f32, bf16 with backend tch or an adapter, or f16 with backend tch.
     #[arg(long, default_value = "f32")]
     dtype: String,
     /// Description of an adapter that is trained in place of the model, as PEFT writes it.
@@ -185,7 +185,7 @@ impl Gpt {
                 }
                 reports.push(trainer.train_step()?);
             }
-            let busy = link.map(|link| link.busy() - before);
+            let busy = link.map(|link| link.busy().saturating_sub(before));
             let need = trainer.memory();
             let state = need.weights + need.gradients + need.optimizer;
             Ok((reports, busy, state))
@@ -226,7 +226,7 @@ impl Gpt {
 
     /// The run as a configuration.
     fn arguments(&self) -> Result<(Config, CheckedArguments), super::Failure> {
-        let bf16 = is_bf16(&self.dtype)?;
+        let dtype = of_dtype(&self.dtype)?;
         let batches = |what: &str, number: usize, of: &str, by: usize| {
             let divides = by != 0 && number != 0 && number.is_multiple_of(by);
             if divides {
@@ -263,8 +263,8 @@ impl Gpt {
             ),
             ("--backend", "compute.backend", self.backend.clone()),
             ("--device", "compute.device", self.device.clone()),
-            ("--dtype", "bf16", bf16.to_string()),
         ];
+        options.extend(dtype);
         options.extend(of_ranks(self.threads, self.lora_config.as_deref()));
         let always = [
             ("activation_checkpointing", "false"),
@@ -332,20 +332,21 @@ impl Gpt2Shape {
     }
 }
 
-/// Whether an element type is bf16.
-fn is_bf16(dtype: &str) -> Result<bool, super::Failure> {
-    match dtype {
-        "f32" => Ok(false),
-        "bf16" => Ok(true),
-        "f16" => {
-            Err("--dtype f16 needs a loss scaler, which this version lacks: choose bf16".into())
-        }
-        other => Err(format!("--dtype expects f32 or bf16, found {other}").into()),
-    }
-}
-
 /// The options of a command that stand for keys, as option, key and value.
 type Options = Vec<(&'static str, &'static str, String)>;
+
+/// The keys of an element type. Under f16 the first scale is one that small models bear, so that
+/// the steps measured are updates.
+fn of_dtype(dtype: &str) -> Result<Options, super::Failure> {
+    let keys: &[(&'static str, &str)] = match dtype {
+        "f32" => &[],
+        "bf16" => &[("bf16", "true")],
+        "f16" => &[("fp16", "true"), ("initial_scale_power", "12")],
+        other => return Err(format!("--dtype expects f32, bf16 or f16, found {other}").into()),
+    };
+    let option = |&(key, value): &(&'static str, &str)| ("--dtype", key, value.to_owned());
+    Ok(keys.iter().map(option).collect())
+}
 
 /// The configuration with the keys of `options`, and with `always`, which the command sets.
 fn configured(

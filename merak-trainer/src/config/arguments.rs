@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use merak_partition::{RecomputeOp, SplitMethod};
 use merak_pipe::ScheduleKind;
-use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
+use merak_zero::{
+    DynamicScaling, LossScaling, LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage,
+};
 
 use super::{
     choice::{
@@ -35,6 +37,9 @@ const MAX_SIMULATED: i64 = 100_000;
 
 /// Upper bound on a factor of gradients: they are scaled by its inverse too, in `f32`.
 const MAX_PREDIVIDE: i64 = 1_000_000_000;
+
+/// Upper bound on the power of the first loss scale: `f32` holds the scale and its inverse.
+const MAX_SCALE_POWER: i64 = 100;
 
 /// Upper bound on the time of a message, as of the other costs of a search.
 const MAX_COMM_COST: i64 = 1_000_000_000_000_000;
@@ -108,6 +113,20 @@ settings! {
         /// Whether weights and activations are bf16, with f32 masters and gradients; on the default
         /// backend the frozen weights under `lora_config` alone.
         bf16: bool = false,
+        /// Whether weights and activations are f16, with f32 masters and gradients, and the loss is
+        /// scaled; on the libtorch backend alone.
+        fp16: bool = false,
+        /// Scale of the loss under `fp16`; 0: one that changes with the overflows of gradients.
+        loss_scale: f64 [at_least 0] = 0.0,
+        /// The first scale that changes is 2 to this power.
+        initial_scale_power: usize [at_least 0, at_most MAX_SCALE_POWER] = 32,
+        /// Steps without overflow after which that scale doubles.
+        loss_scale_window: usize [at_least 1] = 1000,
+        /// The overflow, counted since that scale last doubled, that halves it for the first time;
+        /// each one after it does too.
+        hysteresis: usize [at_least 1] = 2,
+        /// Lowest scale that it falls to.
+        min_loss_scale: usize [at_least 1] = 1,
         /// Whether tied weights become independent copies.
         no_tie_modules: bool = false,
         /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state, 2 gradients too, 3
@@ -232,7 +251,7 @@ settings! {
         /// Largest global gradient norm; 0 or less switches clipping off.
         max_grad_norm: f64 = 1.0,
         /// Steps in a row without finite gradients after which a run ends; each of them changes
-        /// nothing.
+        /// nothing. Under `fp16` those count in which the loss scale cannot fall.
         max_skipped_steps: usize [at_least 1] = 50,
         /// Shape of the learning rate over the run.
         lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
@@ -402,6 +421,30 @@ impl MerakArguments {
             None => ends_epoch || steps.is_multiple_of(SAVE_STEPS),
         };
         self.saves() && is_due
+    }
+
+    /// The scale of the loss, which `fp16` needs.
+    pub(crate) fn loss_scaling(&self) -> Option<LossScaling> {
+        let scaling = if self.loss_scale > 0.0 {
+            LossScaling::Fixed(self.loss_scale)
+        } else {
+            LossScaling::Dynamic(DynamicScaling {
+                initial_power: u32::try_from(self.initial_scale_power).unwrap_or(u32::MAX),
+                window: self.loss_scale_window as u64,
+                hysteresis: self.hysteresis as u64,
+                min_scale: self.min_loss_scale as u64,
+            })
+        };
+        self.fp16.then_some(scaling)
+    }
+
+    /// The key that gives the first loss scale.
+    pub(crate) fn loss_scale_key(&self) -> &'static str {
+        if self.loss_scale > 0.0 {
+            "loss_scale"
+        } else {
+            "initial_scale_power"
+        }
     }
 
     /// Stages that each rank of the pipeline runs: `virtual_stages`, or the two of a V.

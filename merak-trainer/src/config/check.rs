@@ -65,6 +65,7 @@ pub(crate) fn check(
     check_generation(arguments, &checker)?;
     check_engine(arguments, &checker)?;
     check_compute(arguments, &checker)?;
+    check_precision(arguments, &checker)?;
     check_data(arguments, &checker)?;
     let mut arguments = arguments.clone();
     if arguments.adafactor {
@@ -291,9 +292,29 @@ fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "compute.device",
         compute.device,
         "cpu unless \"compute.backend\" is \"tch\"",
+    )
+}
+
+fn check_precision(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let is_tch = a.compute.backend == BackendChoice::Tch;
+    checker.require(
+        !(a.fp16 && a.bf16),
+        "fp16",
+        a.fp16,
+        "false while \"bf16\" is true: weights have one type",
     )?;
     checker.require(
-        !a.bf16 || compute.backend == BackendChoice::Tch || a.lora_config.is_some(),
+        !a.fp16 || is_tch,
+        "fp16",
+        a.fp16,
+        "false unless \"compute.backend\" is \"tch\"; \"bf16\" is a type of 16 bits too, and needs no loss scale",
+    )?;
+    if let Some(scaling) = a.loss_scaling() {
+        // merak-zero knows the conditions and words the error.
+        scaling.validate()?;
+    }
+    checker.require(
+        !a.bf16 || is_tch || a.lora_config.is_some(),
         "bf16",
         a.bf16,
         "false unless \"compute.backend\" is \"tch\", or \"lora_config\" describes an adapter, beside which frozen \

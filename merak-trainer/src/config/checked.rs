@@ -2,7 +2,7 @@
 
 use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 
-use merak_mpu::{Degrees, Rank, Topology};
+use merak_mpu::{DType, Degrees, Rank, Topology};
 use merak_pipe::Size;
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
@@ -211,6 +211,16 @@ impl CheckedArguments {
         )?)
     }
 
+    /// The type of 16 bits that weights have or, on the default backend, frozen weights are kept
+    /// in.
+    pub(crate) fn narrow(&self) -> Option<DType> {
+        match (self.bf16, self.fp16) {
+            (true, _) => Some(DType::BF16),
+            (_, true) => Some(DType::F16),
+            _ => None,
+        }
+    }
+
     /// How gradients are reduced and weights updated, with `threads` compute threads on each rank.
     pub fn zero_config(&self, threads: usize) -> ZeroConfig {
         ZeroConfig {
@@ -234,6 +244,7 @@ impl CheckedArguments {
                 muon_epsilon: self.muon_epsilon,
             },
             max_grad_norm: self.max_grad_norm,
+            loss_scaling: self.loss_scaling(),
             reduce_bucket_size: self.zero_reduce_bucket_size,
             gather_bucket_size: self.zero_allgather_bucket_size,
             prescale_gradients: self.prescale_gradients,

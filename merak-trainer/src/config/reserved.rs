@@ -47,17 +47,8 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("sequence_dim", &["1"]),
     reserved("dealloc_pipeoutput", FALSE),
     reserved("tp_overlapping_level", &["0"]),
-    reserved("loss_scale", &["0.0"]),
-    reserved("initial_scale_power", &["32"]),
-    reserved("loss_scale_window", &["1000"]),
-    reserved("hysteresis", &["2"]),
-    reserved("min_loss_scale", &["1"]),
     reserved("do_predict", FALSE),
     reserved("logging_dir", NONE),
-    Reserved {
-        advice: ", or \"bf16\" for 16 bits",
-        ..reserved("fp16", FALSE)
-    },
     reserved("half_precision_backend", NONE),
     // Memory is never pinned and every rank is a CPU rank: both values hold already.
     reserved("dataloader_pin_memory", &["true", "false"]),

@@ -76,7 +76,8 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
         args.tp,
         args.optim,
         // The types of values do not show weights that are kept in narrower elements.
-        if args.bf16 { ", bf16" } else { "" },
+        args.narrow()
+            .map_or(String::new(), |narrow| format!(", {narrow}")),
     )
 }
 

@@ -52,6 +52,18 @@ pub(super) fn replaced_run(aside: Option<&Path>) -> String {
     aside.map(text).unwrap_or_default()
 }
 
+/// The loss scale at which a step was skipped.
+pub(super) fn at_scale(scale: Option<(f64, &str)>) -> String {
+    let text = |(scale, _)| format!(" at the loss scale {scale}");
+    scale.map(text).unwrap_or_default()
+}
+
+/// The key of the loss scale, as one more to lower.
+pub(super) fn or_scale(scale: Option<(f64, &str)>) -> String {
+    let text = |(_, key)| format!(" or \"{key}\"");
+    scale.map(text).unwrap_or_default()
+}
+
 /// The lengths of sequences, a checkpoint's and the run's.
 pub(super) fn other_length(lengths: Option<[u64; 2]>) -> String {
     let text = |[saved, now]: [u64; 2]| format!(" (\"seq_length\" is {now}, and was {saved})");

@@ -143,7 +143,7 @@ impl Report {
             tflops: Some(tokens_per_s * self.flops_per_token / 1e12),
             mfu: None,
             memory_bytes: resident_bytes(),
-            loss_scale: None,
+            loss_scale: report.loss_scale,
             time_s: self.earlier_s + self.start.elapsed().as_secs_f64(),
         });
     }

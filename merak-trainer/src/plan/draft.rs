@@ -87,10 +87,9 @@ impl Draft {
         let lengths = args.seq_length.unwrap_or_else(|| info.max_seq.into());
         // Kernels of the default backend compute in f32; frozen weights may be kept in another
         // type.
-        let (dtype, frozen) = match (args.bf16, args.compute.backend) {
-            (false, _) => (DType::F32, None),
-            (true, BackendChoice::Tch) => (DType::BF16, None),
-            (true, BackendChoice::Candle) => (DType::F32, Some(DType::BF16)),
+        let (dtype, frozen) = match (args.narrow(), args.compute.backend) {
+            (Some(narrow), BackendChoice::Tch) => (narrow, None),
+            (frozen, _) => (DType::F32, frozen),
         };
         let trace = TraceOptions {
             head: Head::Loss {

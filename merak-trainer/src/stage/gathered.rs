@@ -90,10 +90,13 @@ impl StageValues {
 
     /// Begins a pass of these phases.
     pub(super) fn begin(&self, phases: &[Phase]) {
-        *lock(&self.pass) = Pass {
-            course: self.courses.get(phases).cloned(),
-            visits: 0,
+        let Some(buckets) = &self.buckets else {
+            return;
         };
+        let course = self.courses.get(phases).cloned();
+        let first = course.as_ref().and_then(|course| course.first());
+        buckets.begin_with(first.map(|visit| visit.bucket));
+        *lock(&self.pass) = Pass { course, visits: 0 };
     }
 
     /// The next visit of the pass, if it is one to this bucket.
@@ -146,7 +149,8 @@ const PASSES: [&[Phase]; 7] = [
 /// A bucket stays while at most this number of other buckets is read before it is read again.
 const OTHERS_BEFORE_RETURN: usize = 1;
 
-/// The visits of a pass that reads buckets in this order.
+/// The visits of a pass that reads buckets in this order. The last bucket stays, since the next pass
+/// may begin with it, as a backward does behind its forward.
 fn course(reads: &[usize]) -> Vec<Visit> {
     let visit = |(at, &bucket): (usize, &usize)| {
         let rest = &reads[at + 1..];
@@ -155,7 +159,10 @@ fn course(reads: &[usize]) -> Vec<Visit> {
         Visit {
             bucket,
             next: rest.iter().copied().find(|&read| read != bucket),
-            is_last: others.is_none_or(|others| others > OTHERS_BEFORE_RETURN),
+            is_last: match others {
+                Some(others) => others > OTHERS_BEFORE_RETURN,
+                None => reads.last() != Some(&bucket),
+            },
         }
     };
     reads.iter().enumerate().map(visit).collect()
@@ -198,6 +205,8 @@ struct States {
     buckets: Vec<State>,
     /// Whether buckets stay.
     pinned: bool,
+    /// The writes that the values follow.
+    writes: u64,
 }
 
 /// What a rank has of a bucket beside its own part.
@@ -250,6 +259,7 @@ impl Buckets {
             states: Mutex::new(States {
                 buckets: contents.iter().map(|_| State::Freed).collect(),
                 pinned: false,
+                writes: 0,
             }),
             contents,
             place_of,
@@ -300,6 +310,16 @@ impl Buckets {
         Ok(all)
     }
 
+    /// Frees the buckets of the pass before, but for the one that the next begins with.
+    fn begin_with(&self, first: Option<usize>) {
+        let mut states = lock(&self.states);
+        if !states.pinned {
+            let others = states.buckets.iter_mut().enumerate();
+            let others = others.filter(|(bucket, _)| Some(*bucket) != first);
+            others.for_each(|(_, state)| *state = State::Freed);
+        }
+    }
+
     /// Reads a parameter of a bucket.
     fn read(&self, visit: Visit, index: usize) -> TraceResult<Value> {
         self.visit(visit, |values| values[index].clone())
@@ -309,6 +329,11 @@ impl Buckets {
     /// last visit.
     fn visit<R>(&self, visit: Visit, look: impl FnOnce(&[Value]) -> R) -> TraceResult<R> {
         let mut states = lock(&self.states);
+        let writes = self.memory.writes();
+        if states.writes != writes {
+            states.writes = writes;
+            states.buckets.fill_with(State::default);
+        }
         let state = std::mem::take(&mut states.buckets[visit.bucket]);
         let values = match state {
             State::Here(values) => values,
@@ -386,7 +411,7 @@ mod tests {
             (Some(1), true),
             (Some(3), true),
             (Some(0), true),
-            (None, true),
+            (None, false),
         ];
         assert_eq!(told, expected);
     }

@@ -9,7 +9,10 @@ use merak_zero::ZeroOptimizer;
 use std::{
     borrow::Cow,
     ops::Range,
-    sync::{Arc, PoisonError, RwLock},
+    sync::{
+        Arc, PoisonError, RwLock,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 /// The parameters of a rank's stages.
@@ -30,6 +33,8 @@ pub(crate) struct ParamMemory {
     /// for 16-bit ones; then the frozen parameters, a buffer per element type.
     buffers: Arc<RwLock<Vec<Box<dyn Buffer>>>>,
     places: Arc<[Place]>,
+    /// How often the parameters were written.
+    writes: Arc<AtomicU64>,
 }
 
 /// A parameter as it is kept.
@@ -174,6 +179,7 @@ impl StageParams {
             memory: ParamMemory {
                 buffers: Arc::new(RwLock::new(buffers)),
                 places: places.into(),
+                writes: Arc::default(),
             },
         })
     }
@@ -285,6 +291,7 @@ impl StageParams {
     }
 
     fn change<R>(&mut self, change: impl FnOnce(&mut [Box<dyn Buffer>]) -> R) -> R {
+        self.memory.writes.fetch_add(1, Ordering::Relaxed);
         let buffers = self.memory.buffers.write();
         change(&mut buffers.unwrap_or_else(PoisonError::into_inner))
     }
@@ -300,6 +307,11 @@ impl ParamMemory {
             pieces.map(move |piece| (index, piece.local.clone()))
         });
         pieces.collect()
+    }
+
+    /// How often the parameters were written.
+    pub(crate) fn writes(&self) -> u64 {
+        self.writes.load(Ordering::Relaxed)
     }
 
     /// Shows the first buffer, which has the trained parameters.
@@ -360,7 +372,8 @@ fn read_together(buffers: &[Box<dyn Buffer>], seen: &[&[u8]], look: &mut dyn FnM
     });
 }
 
-fn floats(dtype: DType, bytes: &[u8]) -> Cow<'_, [f32]> {
+/// Floats of any size as `f32`.
+pub(crate) fn floats(dtype: DType, bytes: &[u8]) -> Cow<'_, [f32]> {
     match dtype {
         DType::BF16 => bytemuck::cast_slice::<_, bf16>(bytes).to_f32_vec().into(),
         DType::F16 => bytemuck::cast_slice::<_, f16>(bytes).to_f32_vec().into(),

@@ -18,7 +18,7 @@ use merak_ckpt::{
 };
 use merak_mpu::{Rank, ReduceOp};
 use merak_trace::Param;
-use merak_zero::{OptimizerKind, Progress};
+use merak_zero::{OptimizerKind, Progress, ScalerState};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeSet,
@@ -33,6 +33,9 @@ pub(super) struct RunState {
     tokens: u64,
     /// Updates done and skipped, which set the learning rate and the optimizer's time.
     progress: Progress,
+    /// Where a loss scale stands that changes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    scaler: Option<ScalerState>,
     pub(super) position: DataPosition,
     pub(super) seed: u64,
     pub(super) data_seed: u64,
@@ -234,6 +237,7 @@ impl MerakTrainer {
             global_step: self.progress.global_step,
             tokens: self.progress.tokens,
             progress: self.stages.optimizer.progress(),
+            scaler: self.stages.optimizer.scaler_state(),
             position: self.progress.position(),
             // The seeds in use: a resumed run goes on with the seeds that it began with.
             seed: self.stages.seed,
@@ -513,9 +517,12 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// Restores step, seeds and the place in the data.
+    /// Restores step, loss scale, seeds and the place in the data.
     fn restore_position(&mut self, state: &RunState) -> Result<()> {
         self.stages.optimizer.set_progress(state.progress);
+        if let Some(scaler) = state.scaler {
+            self.stages.optimizer.restore_scaler(scaler);
+        }
         self.progress.global_step = state.global_step;
         self.progress.tokens = state.tokens;
         if !self.args.no_load_rng {

@@ -22,10 +22,12 @@ pub struct StepReport {
     pub step: usize,
     /// Mean loss over the labels of the global batch.
     pub loss: f64,
-    /// Norm of the averaged gradients before clipping.
+    /// Norm of the averaged gradients before clipping, without the loss scale.
     pub grad_norm: f64,
     /// Learning rate of the step.
     pub lr: f64,
+    /// What the gradient of the loss was multiplied by, under `fp16`.
+    pub loss_scale: Option<f64>,
     /// Tokens of the global batch.
     pub tokens: u64,
     /// The first parameter with a gradient that is not finite, because of which nothing was
@@ -103,6 +105,7 @@ impl MerakTrainer {
             loss,
             grad_norm: update.grad_norm,
             lr,
+            loss_scale: update.loss_scale,
             tokens,
             skipped: update.skipped,
             time,
@@ -140,7 +143,7 @@ impl MerakTrainer {
     /// store, averaged over the replicas if `reduces`.
     fn backward_step(&mut self, step: usize, reduces: bool) -> Result<(f64, u64)> {
         let batches = self.next_batches(step)?;
-        let (labels, loss_grad) = self.loss_scale(&batches)?;
+        let (labels, loss_grad) = self.loss_grad(&batches)?;
         self.warn_of_no_labels(step, &batches, labels);
         let dp_rank = self.stages.mpu.data_parallel_rank();
         let order = self.progress.order()?;
@@ -199,9 +202,9 @@ impl MerakTrainer {
     }
 
     /// Labels of the global batch, and the gradient of each loss that makes the average over
-    /// replicas the mean over all labels: `N / labels`. Zero on ranks without labels, which need
-    /// neither.
-    fn loss_scale(&self, batches: &[Batch]) -> Result<(f64, f64)> {
+    /// replicas the mean over all labels, `N / labels`, times the loss scale. Zero on ranks without
+    /// labels, which need neither.
+    fn loss_grad(&self, batches: &[Batch]) -> Result<(f64, f64)> {
         let mpu = &self.stages.mpu;
         if !self.stages.has_last() {
             return Ok((0.0, 0.0));
@@ -213,7 +216,7 @@ impl MerakTrainer {
         let grad = if labels == 0.0 {
             0.0
         } else {
-            group.world_size() as f64 / labels
+            self.stages.optimizer.loss_scale() * group.world_size() as f64 / labels
         };
         Ok((labels, grad))
     }

@@ -213,6 +213,12 @@ seq_length = null
 hidden_size = null
 num_heads = null
 bf16 = false
+fp16 = false
+loss_scale = 0.0
+initial_scale_power = 32
+loss_scale_window = 1000
+hysteresis = 2
+min_loss_scale = 1
 no_tie_modules = false
 zero_stage = 1
 zero_allgather_bucket_size = 500000000
@@ -445,7 +451,6 @@ fn what_only_a_search_for_stages_reads_is_refused_elsewhere() {
 #[test]
 fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_file("merak.toml", "zero_stage = 4\n")), @r#""zero_stage" expects 0, 1, 2 or 3, found 4 (merak.toml:1)"#);
-    assert_snapshot!(message(load_line("--fp16")), @r#""fp16" true (command line --fp16) is not available in this version: choose false, or "bf16" for 16 bits"#);
     assert_snapshot!(message(load_line("--sp 2")), @r#""sp" 2 (command line --sp) is not available in this version: choose 1"#);
     assert_snapshot!(message(load_line("--trace-method dynamo")), @r#""trace_method" "dynamo" (command line --trace-method) is not available in this version: choose fx"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
@@ -456,6 +461,17 @@ fn a_feature_of_a_later_version_is_refused_by_name() {
 fn bf16_needs_a_backend_for_it_or_frozen_weights() {
     assert_snapshot!(message(load_line("--bf16")), @r#""bf16" is true (command line --bf16), but must be false unless "compute.backend" is "tch", or "lora_config" describes an adapter, beside which frozen weights are kept in bf16"#);
     assert_snapshot!(message(load_line("--bf16 --lora-config lora.json")), @"no error");
+}
+
+#[test]
+fn f16_is_refused_on_the_default_backend_which_names_bf16() {
+    assert_snapshot!(message(load_line("--fp16")), @r#""fp16" is true (command line --fp16), but must be false unless "compute.backend" is "tch"; "bf16" is a type of 16 bits too, and needs no loss scale"#);
+    assert_snapshot!(message(load_line("--fp16 --bf16")), @r#""fp16" is true (command line --fp16), but must be false while "bf16" is true: weights have one type"#);
+    assert_snapshot!(message(load_line("--initial_scale_power 101")), @r#""initial_scale_power" is 101 (command line --initial_scale_power), but must be from 0 to 100"#);
+    assert_snapshot!(message(load_line("--loss-scale=-1")), @r#""loss_scale" is -1 (command line --loss-scale), but must be at least 0"#);
+    assert_snapshot!(message(load_line("--hysteresis 0")), @r#""hysteresis" is 0 (command line --hysteresis), but must be at least 1"#);
+    // Without `fp16` nothing is scaled.
+    assert_snapshot!(message(load_line("--loss_scale 128 --hysteresis 3")), @"no error");
 }
 
 #[test]

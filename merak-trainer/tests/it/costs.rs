@@ -173,6 +173,7 @@ fn step(time: Duration) -> StepReport {
         loss: 1.0,
         grad_norm: 1.0,
         lr: 1.0,
+        loss_scale: None,
         tokens: 1,
         skipped: None,
         time,

@@ -1,5 +1,7 @@
 //! The libtorch backend trains and generates like the default one.
 
+mod f16; // the loss scale
+
 use merak_ckpt::GenerateOptions;
 
 use crate::{
@@ -94,6 +96,8 @@ fn cached_generation_gives_the_tokens_of_the_default_backend() {
         ..GenerateOptions::default()
     };
     for case in [Case::gpt2(), Case::llama()] {
+        let narrow = on_tch(&case).with("fp16", true);
+        assert_eq!(generate(&narrow, &prompts, &greedy).len(), prompts.len());
         let expected = generate(&case, &prompts, &greedy);
         for degrees in [(1, 1, 1), (1, 2, 1), (1, 1, 2)] {
             let found = generate(&on_tch(&case).on(degrees), &prompts, &greedy);

@@ -28,7 +28,7 @@ pub struct AdamStep {
 
 impl AdamStep {
     /// Prepares step number `time` (1 for the first) with learning rate `lr`; gradients are
-    /// multiplied by `grad_scale`, the clip factor, as they are read.
+    /// multiplied by `grad_scale`, the clip factor over the loss scale, as they are read.
     pub fn new(config: &OptimizerConfig, lr: f64, time: u64, grad_scale: f64) -> Self {
         let decoupled = config.optim != OptimizerKind::Adam;
         let decay = config.weight_decay;

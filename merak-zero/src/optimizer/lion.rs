@@ -23,7 +23,7 @@ pub struct LionStep {
 
 impl LionStep {
     /// Prepares a step with learning rate `lr`; gradients are multiplied by `grad_scale`, the clip
-    /// factor, as they are read.
+    /// factor over the loss scale, as they are read.
     pub fn new(config: &OptimizerConfig, lr: f64, grad_scale: f64) -> Self {
         Self {
             grad_scale: grad_scale as f32,

@@ -6,6 +6,7 @@
 //! - `schedules`: learning-rate factors against Hugging Face's numbers
 //! - `stages`: worlds of 1, 2 and 4 ranks; stage 1, stage 0 and one serial rank give the same bits
 //! - `norms`: the global norm under tensor and pipeline splits; clipping; skipped steps
+//! - `scaling`: the loss scale; overflows on single ranks
 //! - `resume`: state out and in again, on another number of ranks too
 //! - `device`: steps in the memory of a device
 //! - `allocations`: what a step asks of the allocator does not grow with the ranks
@@ -22,6 +23,7 @@ mod layout;
 mod norms;
 mod resume;
 mod rules;
+mod scaling;
 mod schedules;
 mod stages;
 #[cfg(feature = "tch")]

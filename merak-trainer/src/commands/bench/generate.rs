@@ -167,7 +167,6 @@ impl Generate {
         &self,
         length: usize,
     ) -> Result<(Config, CheckedArguments), super::super::Failure> {
-        let bf16 = super::is_bf16(&self.dtype)?;
         let mut options: super::Options = vec![
             ("--dp", "dp", self.dp.to_string()),
             ("--tp", "tp", self.tp.to_string()),
@@ -177,8 +176,8 @@ impl Generate {
                 "seq_length",
                 length.to_string(),
             ),
-            ("--dtype", "bf16", bf16.to_string()),
         ];
+        options.extend(super::of_dtype(&self.dtype)?);
         options.extend(super::of_ranks(self.threads, self.lora_config.as_deref()));
         super::configured(options, &[("per_device_train_batch_size", "1")])
     }

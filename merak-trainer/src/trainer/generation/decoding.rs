@@ -4,11 +4,11 @@ use crate::{
     data::{Batch, Microbatch, SampleTensor},
     error::Result,
     plan::Forward,
-    stage::{Decoded, StepInputs, StepModule},
+    stage::{Decoded, StepInputs, StepModule, floats},
     trainer::MerakTrainer,
 };
 use merak_ckpt::{Completion, Decoding, NewToken, Row, Sampler};
-use merak_mpu::{DType, Packet, into_vec};
+use merak_mpu::{Packet, into_vec};
 use merak_pipe::{Action, Kind, MicrobatchId, PipelineEngine, Rounds, Span, StageId, Visit};
 use merak_trace::{KvCache, Value};
 use std::{collections::BTreeMap, ops::ControlFlow, time::Instant};
@@ -328,15 +328,8 @@ impl<'a> Generation<'a> {
             let rows = rows
                 .iter()
                 .zip(bytes.chunks_exact(bytes.len() / rows.len()));
-            let pick = |(row, bytes): (&Row<'_>, &[u8])| {
-                let pick = |logits: &[f32]| row.pick(&self.sampler, logits);
-                if ty.dtype == DType::BF16 {
-                    let narrow = bytemuck::cast_slice::<_, half::bf16>(bytes).iter();
-                    pick(&narrow.map(|logit| logit.to_f32()).collect::<Vec<_>>())
-                } else {
-                    pick(bytemuck::cast_slice(bytes))
-                }
-            };
+            let pick =
+                |(row, bytes): (&Row<'_>, _)| row.pick(&self.sampler, &floats(ty.dtype, bytes));
             tokens = rows.map(pick).collect();
         });
         // The backend reuses the memory.

@@ -94,3 +94,20 @@ fn records_say_what_is_documented_and_go_on_in_a_resumed_run() {
     assert_eq!(resumed[..3], some[..3]);
     assert!(rises(&numbers(&resumed, "time_s")));
 }
+
+#[cfg(feature = "tch")]
+mod tch {
+    use super::{Workplace, numbers, records};
+
+    #[test]
+    fn records_of_a_run_in_f16_have_the_loss_scale_of_each_step() {
+        let place = Workplace::new();
+        place.succeed(
+            "train merak.toml --compute.backend tch --fp16 --initial_scale_power 8 --loss_scale_window 2 --max_steps 6 \
+             --logging_steps 1",
+        );
+        let records = records(&place);
+        let scales = numbers(&records, "loss_scale");
+        assert_eq!(scales, [256., 256., 512., 512., 1024., 1024.]);
+    }
+}

@@ -207,7 +207,7 @@ fn other_commands_check_their_arguments() {
     assert!(many.ends_with("choose fewer or shorter prompts"), "{many}");
     assert_snapshot!(place.mistake("bench gpt --batch 7 --microbatches 2"), @"error: --batch is 7, expected a multiple of --microbatches, which is 2");
     assert_snapshot!(place.mistake("bench gpt --hidden 30 --heads 4"), @"error: --heads is 4, which does not divide the width 30");
-    assert_snapshot!(place.mistake("bench gpt --dtype f64"), @"error: --dtype expects f32 or bf16, found f64");
+    assert_snapshot!(place.mistake("bench gpt --dtype f64"), @"error: --dtype expects f32, bf16 or f16, found f64");
     #[cfg(not(feature = "tch"))]
     assert_snapshot!(place.mistake("bench gpt --backend tch"), @r#"error: "compute.backend" "tch" (command line --backend) is not in this build: build with --features tch, or choose candle"#);
     assert_eq!(place.merak("trane").status, Some(2));
