@@ -34,7 +34,7 @@ pub struct LinkSpeed {
 ///     assert!(start.elapsed() >= speed.latency && link.busy() > Duration::ZERO);
 ///     Ok::<_, merak_mpu::Error>(())
 /// })?;
-/// # Ok::<(), merak_mpu::Error>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone)]
 pub struct SlowLink {

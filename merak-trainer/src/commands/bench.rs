@@ -96,9 +96,6 @@ pub(crate) struct Gpt {
     /// Description of an adapter that is trained in place of the model, as PEFT writes it.
     #[arg(long, value_name = "FILE")]
     lora_config: Option<String>,
-    /// Gives the head a weight of its own instead of the embedding's.
-    #[arg(long)]
-    untied: bool,
     /// Megabytes in a second that each rank exchanges with its replicas, as over a slower network.
     #[arg(long, value_name = "MB", value_parser = speed)]
     replica_link: Option<f64>,
@@ -141,7 +138,7 @@ impl Gpt {
         let (config, args) = self.arguments()?;
         let model = models::from_config(&json!({
             "model_type": "gpt", "vocab_size": self.vocab, "max_position_embeddings": self.seq, "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "tie_word_embeddings": !self.untied,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
         }));
         let model = model.map_err(|error| of_size(error, "--seq"))?;
         self.measure(model, &args)

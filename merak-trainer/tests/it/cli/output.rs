@@ -464,13 +464,22 @@ fn the_bench_prints_one_line_of_json() {
             "params",
             "first_loss",
             "last_loss",
-            "peak_bytes"
+            "peak_bytes",
+            "state_bytes",
+            "planned_state_bytes",
+            "replica_link_ms"
         ]
     );
     assert_eq!(
         (&single["mode"], &single["schedule"]),
         (&json!("single"), &json!("1f1b"))
     );
+    let elements = single["params"].as_u64().expect("a number");
+    assert_eq!(single["state_bytes"], 16 * elements);
+    assert_eq!(single["planned_state_bytes"], 16 * elements);
+    let slow = bench("--dp 2 --zero 3 --replica-link 10");
+    assert_eq!(slow["first_loss"], single["first_loss"]);
+    assert!(slow["replica_link_ms"].as_f64().is_some_and(|ms| ms > 0.0));
     let pipelined = bench("--pp 2");
     assert_eq!(pipelined["mode"], "pp2");
     let schedule = pipelined["schedule"].as_str().expect("a name");
