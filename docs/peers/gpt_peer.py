@@ -1,9 +1,9 @@
 """A GPT training step in PyTorch, of the shape that `merak bench gpt` times.
 
     python gpt_peer.py single [--compile] [--threads 2] [--bf16] [--device cuda]
-    python gpt_peer.py dp|tp|pp [--ranks 2]
+    python gpt_peer.py dp|fsdp|tp|pp [--ranks 2]
 
-dp is DistributedDataParallel, tp is DTensor with column and row layers, pp is
+dp is DistributedDataParallel, fsdp is FSDP2 by layer, tp is DTensor with column and row layers, pp is
 torch.distributed.pipelining with 1F1B; each starts one gloo process per rank with one compute
 thread. --batch and --microbatches count over all replicas. --bf16 runs forward and loss under
 autocast, with f32 weights. Prints one JSON line with the keys of `merak bench gpt`; peak_bytes is
@@ -181,6 +181,27 @@ def data_parallel(args, rank):
     return step, model
 
 
+def fully_sharded(args, rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = build(args)
+    mesh = init_device_mesh("cpu", (args.ranks,))
+    for layer in model:
+        if isinstance(layer, Layer):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw(model, fused=False)
+
+    def step(number):
+        ids, labels = made_up(args, number, rank, args.ranks)
+        loss = accumulate(model, ids, labels, args.microbatches // args.ranks)
+        update(optimizer)
+        return loss
+
+    return step, model
+
+
 def tensor_parallel(args, _rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -224,7 +245,13 @@ def pipeline_parallel(args, rank):
     return step, model
 
 
-BUILDERS = {"single": single, "dp": data_parallel, "tp": tensor_parallel, "pp": pipeline_parallel}
+BUILDERS = {
+    "single": single,
+    "dp": data_parallel,
+    "fsdp": fully_sharded,
+    "tp": tensor_parallel,
+    "pp": pipeline_parallel,
+}
 
 
 def total(number):
@@ -250,7 +277,7 @@ def measure(args, rank):
     params = sum(p.numel() for p in model.parameters())
     if args.mode == "pp":
         params = total(params)
-    if args.mode == "dp":
+    if args.mode in ("dp", "fsdp"):
         losses = [total(loss) / args.ranks for loss in losses]
     peak = total(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     if rank == (args.ranks - 1 if args.mode == "pp" else 0):

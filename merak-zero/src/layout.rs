@@ -20,8 +20,9 @@ const OVERLAP_BUCKETS: usize = 8;
 /// Every border lies on a norm-block border, and inside no parameter that must stay whole. Between
 /// such borders lies a unit: a norm block or a whole parameter. A bucket is the most units within
 /// the bucket size and an eighth of the buffer (or 1 Mi elements, when that is more), but at least
-/// one; with [`FlatLayout::with_whole_buckets`] it is as many whole parameters. Its parts are as equal as units allow, and follow from the bucket and the rank, so that the
-/// layout holds no list of ranks.
+/// one; with [`FlatLayout::with_whole_buckets`] it is as many whole parameters. Its parts are as
+/// equal as units allow, and follow from the bucket and the rank, so that the layout holds no list
+/// of ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FlatLayout {
     params: Vec<ParamSpec>,

@@ -107,8 +107,8 @@ impl<T: HostTensor> TensorOptimizer<T> {
         Ok(report)
     }
 
-    /// Copies the gradients into their buffer, or gives them to the optimizer bucket by bucket where
-    /// they are divided.
+    /// Copies the gradients into their buffer, or gives them to the optimizer bucket by bucket
+    /// where they are divided.
     fn take_gradients<G: HostTensor>(
         &mut self,
         mut grad: impl FnMut(&str, &T) -> Option<G>,

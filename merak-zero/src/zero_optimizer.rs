@@ -380,8 +380,8 @@ impl ZeroOptimizer {
     /// in model order, so the cut into pipeline stages and the ZeRO stage change no bit of it.
     ///
     /// # Communication
-    /// An all-reduce of 8 bytes per norm block of the whole model over the model group, from stage 1
-    /// on also over the data x sequence group.
+    /// An all-reduce of 8 bytes per norm block of the whole model over the model group, from stage
+    /// 1 on also over the data x sequence group.
     ///
     /// # Errors
     /// When `grads` does not fit the layout or a group fails.

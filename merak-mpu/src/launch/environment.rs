@@ -69,8 +69,8 @@ impl fmt::Display for Launcher {
 /// let error = Launch::from_lookup(lookup).unwrap_err();
 /// assert_eq!(
 ///     error.to_string(),
-///     "RANK is set, but WORLD_SIZE is not: set WORLD_SIZE to the number of processes, or unset RANK \
-///      to run this process by itself",
+///     "RANK is set, but WORLD_SIZE is not: set WORLD_SIZE to the number of processes, or unset \
+///      RANK to run this process by itself",
 /// );
 /// # Ok::<(), merak_mpu::Error>(())
 /// ```

@@ -18,8 +18,8 @@ pub(crate) type Outcome = Result<ExitCode, Failure>;
 const HEAD_START: Duration = Duration::from_secs(1);
 
 /// Whether rank 0 surely tells what this process of a launch meets before it has met the others:
-/// those that `merak launch` starts are alike. Elsewhere rank 0 gets the time to say it first, which
-/// ends the others under most launchers.
+/// those that `merak launch` starts are alike. Elsewhere rank 0 gets the time to say it first,
+/// which ends the others under most launchers.
 pub(crate) fn rank_0_tells(launch: &Launch) -> bool {
     if launch.rank == 0 {
         return false;

@@ -149,8 +149,8 @@ const PASSES: [&[Phase]; 7] = [
 /// A bucket stays while at most this number of other buckets is read before it is read again.
 const OTHERS_BEFORE_RETURN: usize = 1;
 
-/// The visits of a pass that reads buckets in this order. The last bucket stays, since the next pass
-/// may begin with it, as a backward does behind its forward.
+/// The visits of a pass that reads buckets in this order. The last bucket stays, since the next
+/// pass may begin with it, as a backward does behind its forward.
 fn course(reads: &[usize]) -> Vec<Visit> {
     let visit = |(at, &bucket): (usize, &usize)| {
         let rest = &reads[at + 1..];

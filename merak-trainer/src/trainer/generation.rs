@@ -24,8 +24,8 @@ impl MerakTrainer {
     ///
     /// # Communication
     /// Per token the pipeline's forward hops for each group of prompts, and the tokens from the
-    /// last stage to each other one; at the end the completions over the data group. In ZeRO stage 3
-    /// first an all-gather of the parameters, which stay in memory meanwhile.
+    /// last stage to each other one; at the end the completions over the data group. In ZeRO stage
+    /// 3 first an all-gather of the parameters, which stay in memory meanwhile.
     ///
     /// # Errors
     /// When an option is out of range, a prompt is empty, leaves no room or has an unknown token,

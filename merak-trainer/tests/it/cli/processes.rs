@@ -17,8 +17,8 @@ fn launched(place: &Workplace, processes: usize, line: &str) -> Ended {
     )
 }
 
-/// Runs a command on as many processes as there are lines, each with its own, as a script on several
-/// hosts starts them.
+/// Runs a command on as many processes as there are lines, each with its own, as a script on
+/// several hosts starts them.
 fn by_hand(place: &Workplace, lines: &[String]) -> Vec<Ended> {
     let port = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let port = port.local_addr().expect("an address").port();
