@@ -52,19 +52,23 @@
 //! gradients, flat    | bucket 0          | bucket 1          |     each rank: sum of microbatches
 //! stage 0            all-reduce          all-reduce                last bucket first, x 1/N
 //! stage 1            reduce-scatter      reduce-scatter            rank r gets part r, x 1/N
+//! stages 2, 3        the same for each microbatch, as soon as its bucket is complete
 //! norm               sums of squares of whole blocks -> one vector -> model order -> square root
 //! not finite         skip: nothing changes but the loss scale, the report names the parameter
-//! update             stage 0: all        stage 1: part r           gradient x clip / loss scale
-//! stage 1            all-gather of the parts
+//! update             stage 0: all        else: part r              gradient x clip / loss scale
+//! stages 1, 2        all-gather of the parts
+//! stage 3            all-gather of each bucket before its use, by the caller
 //! ```
 //!
-//! With `L` elements on a rank, `N` ranks in its data x sequence group and `k` state values per
-//! element:
+//! With `L` elements on a rank, `N` ranks in its data x sequence group, `k` state values per element
+//! and `M` microbatches of a step; the bytes are those of a rank, with `T = 4 L (N - 1) / N`:
 //!
-//! | stage | state of a rank | bytes sent by a rank |
-//! |---|---|---|
-//! | 0 | `4 k L` bytes | `8 L (N - 1) / N`: an all-reduce |
-//! | 1 | `4 k L / N` bytes | the same: a reduce-scatter and an all-gather |
+//! | stage | parameters | gradients | state | sent in a step |
+//! |---|---|---|---|---|
+//! | 0 | `4 L` | `4 L` | `4 k L` | `2 T`: an all-reduce |
+//! | 1 | `4 L` | `4 L` | `4 k L / N` | `2 T`: a reduce-scatter and an all-gather |
+//! | 2 | `4 L` | `4 L / N` and two buckets | `4 k L / N` | `(M + 1) T` |
+//! | 3 | `4 L / N` and buckets in use | as 2 | `4 k L / N` | `3 M T`: gathered twice |
 //!
 //! # Rules
 //! | rule | asks of a parameter | state |
@@ -74,22 +78,23 @@
 //! | Adafactor | means of rows and columns, root mean square of its update | 1 per row and column |
 //! | Muon, on hidden matrices | all of the matrix | 1 per element |
 //!
-//! Under the last two, stage 1 gives a parameter to one rank as a whole, so parts are less equal.
+//! Under the last two, stages 1 to 3 give a parameter to one rank as a whole, so parts are less equal.
 //! Where tensor ranks hold pieces of it ([`ParamSpec::cut`], [`ZeroOptimizer::in_tensor_group`]),
 //! they add up their sums in f64; a matrix of Muon is put together on one of them, a different one
 //! for each matrix, which makes the step orthogonal and returns the pieces.
 //!
 //! # Guarantees
 //! - Stage 1 gives the same bits as stage 0 where the group reduces in a fixed order, as the
-//!   threads engine does.
+//!   threads engine does; so do stages 2 and 3 with one microbatch. With more they add the averages
+//!   of microbatches, and differ by rounding.
 //! - The norm does not depend on where the pipeline is cut, nor on the stage, bucket sizes or
 //!   thread count, in any bit; nor does the update, by any rule.
 //! - The norm counts each logical element once: slices of all tensor ranks, replicated parameters
 //!   on one, tied weights on one stage.
 //! - Either all ranks of the model update or none does, and the loss scale is the same on all.
 //!
-//! This version steps f32 parameters with f32 gradients in stages 0 and 1; asking for more is an
-//! error.
+//! Parameters and gradients are f32. Parameters that nodes read in 16 bits are copies of these
+//! masters, which the caller makes.
 //!
 //! # Features
 //! - `candle`: `TensorOptimizer::step` takes the gradients of candle's variables.
