@@ -60,8 +60,9 @@
 //! stage 3            all-gather of each bucket before its use, by the caller
 //! ```
 //!
-//! With `L` elements on a rank, `N` ranks in its data x sequence group, `k` state values per element
-//! and `M` microbatches of a step; the bytes are those of a rank, with `T = 4 L (N - 1) / N`:
+//! With `L` elements on a rank, `N` ranks in its data x sequence group, `k` state values per
+//! element and `M` microbatches of a step; the bytes are those of a rank, with
+//! `T = 4 L (N - 1) / N`:
 //!
 //! | stage | parameters | gradients | state | sent in a step |
 //! |---|---|---|---|---|
@@ -78,10 +79,11 @@
 //! | Adafactor | means of rows and columns, root mean square of its update | 1 per row and column |
 //! | Muon, on hidden matrices | all of the matrix | 1 per element |
 //!
-//! Under the last two, stages 1 to 3 give a parameter to one rank as a whole, so parts are less equal.
-//! Where tensor ranks hold pieces of it ([`ParamSpec::cut`], [`ZeroOptimizer::in_tensor_group`]),
-//! they add up their sums in f64; a matrix of Muon is put together on one of them, a different one
-//! for each matrix, which makes the step orthogonal and returns the pieces.
+//! Under the last two, stages 1 to 3 give a parameter to one rank as a whole, so parts are less
+//! equal. Where tensor ranks hold pieces of it ([`ParamSpec::cut`],
+//! [`ZeroOptimizer::in_tensor_group`]), they add up their sums in f64; a matrix of Muon is put
+//! together on one of them, a different one for each matrix, which makes the step orthogonal and
+//! returns the pieces.
 //!
 //! # Guarantees
 //! - Stage 1 gives the same bits as stage 0 where the group reduces in a fixed order, as the
