@@ -62,6 +62,30 @@ fn bf16_trains_close_to_f32_on_any_topology() {
 }
 
 #[test]
+fn divided_gradients_and_parameters_train_like_whole_ones() {
+    for (narrow, tolerance) in [("", 1e-5), ("bf16", 4e-3), ("fp16", 1e-3)] {
+        for case in [Case::gpt2().with_tied(true), Case::llama()] {
+            let case = match narrow {
+                "" => on_tch(&case),
+                "fp16" => on_tch(&case)
+                    .with(narrow, true)
+                    .with("initial_scale_power", 14),
+                _ => on_tch(&case).with(narrow, true),
+            };
+            for degrees in [(2, 1, 1), (2, 2, 2)] {
+                let case = case.clone().on(degrees);
+                let whole = case.clone().with("zero_stage", 1).run(5);
+                for stage in [2, 3] {
+                    let run = case.clone().with("zero_stage", stage).run(5);
+                    let what = format!("{narrow} {degrees:?} stage {stage}");
+                    assert_close_losses(&run.reports, &whole.reports, tolerance, &what);
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn a_resumed_run_equals_the_unbroken_one_and_goes_on_on_the_other_backend() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     for (optimizer, bf16) in [("adamw_torch", true), ("sgd", false)] {

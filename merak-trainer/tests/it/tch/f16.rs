@@ -86,9 +86,9 @@ fn the_scale_is_not_in_weights_norms_or_gradients() {
 fn watched_step(trainer: &mut MerakTrainer) -> merak_trainer::Result<(bool, bool, StepReport)> {
     let (_, own) = trainer.gradients()?;
     let is_finite = own.iter().flat_map(|(_, g)| g).all(|g| g.is_finite());
-    let before = trainer.parameters();
+    let before = trainer.parameters()?;
     let report = trainer.train_step()?;
-    let is_still = before == trainer.parameters();
+    let is_still = before == trainer.parameters()?;
     Ok((is_finite, is_still, report))
 }
 
