@@ -516,14 +516,21 @@ fn pipeline(
     if let Some(epoch) = epoch {
         engine = engine.with_epoch(epoch);
     }
-    let mut link = GroupLink::new(mpu.pipeline_parallel_group().clone());
-    if args.compute.device == Device::Cpu {
-        link = link.with_turns(turns(mpu, args).clone());
-    }
-    Ok((engine, link))
+    Ok((engine, link(mpu, args, turns(mpu, args))))
 }
 
-/// The ranks that compute an action together: those that may wait for each other within it.
+/// The rank's link to the others of its pipeline; `turns` are the ranks that compute together.
+fn link(mpu: &Mpu, args: &CheckedArguments, turns: &Group) -> GroupLink {
+    let link = GroupLink::new(mpu.pipeline_parallel_group().clone());
+    if args.compute.device == Device::Cpu {
+        link.with_turns(turns.clone())
+    } else {
+        link
+    }
+}
+
+/// The ranks that compute an action of training or evaluation together: those that may wait for each
+/// other within it.
 fn turns<'a>(mpu: &'a Mpu, args: &CheckedArguments) -> &'a Group {
     if args.zero_stage >= ZeroStage::Gradients {
         mpu.stage_group()

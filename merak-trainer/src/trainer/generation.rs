@@ -5,7 +5,7 @@ mod programs;
 
 use self::decoding::Generation;
 pub(super) use self::programs::Programs;
-use super::MerakTrainer;
+use super::{MerakTrainer, link};
 use crate::error::{Error, Result};
 use merak_ckpt::{Completion, Decoding, GenerateOptions, NewToken, Sampler};
 use std::ops::{ControlFlow, Range};
@@ -95,8 +95,15 @@ impl MerakTrainer {
         };
         let decoding = Decoding::new(&prompts[own], &options)?;
         let held = self.stages.hold_params()?;
-        let completions = Generation::new(self, Sampler::new(&options)?).run(decoding, on_token)?;
+        // Replicas make different numbers of passes, so no turn is that of several.
+        let turns = self.stages.mpu.tensor_parallel_group();
+        let of_replica = link(&self.stages.mpu, &self.args, turns);
+        let sampler = Sampler::new(&options)?;
+        let shared = std::mem::replace(&mut self.link, of_replica);
+        let completions = Generation::new(self, sampler).run(decoding, on_token);
+        self.link = shared;
         drop(held);
+        let completions = completions?;
         if data.world_size() == 1 {
             return Ok(completions);
         }

@@ -45,6 +45,12 @@ fn tokens_are_the_same_on_every_topology_and_alone_or_together() {
                 let case = case.clone().on(degrees);
                 assert_eq!(generate(&case, &prompts, options), alone, "{degrees:?}");
             }
+            // The second replica has no prompt, so its ranks make no pass.
+            let prompt = std::slice::from_ref(&prompts[0]);
+            for stage in [2, 3] {
+                let case = case.clone().on((2, 2, 1)).with("zero_stage", stage);
+                assert_eq!(generate(&case, prompt, options), alone[..1], "zero {stage}");
+            }
             for (schedule, stages, ranks) in [
                 ("interleaved_1f1b", 2, 2),
                 ("zb_v", 2, 2),
