@@ -529,8 +529,8 @@ fn link(mpu: &Mpu, args: &CheckedArguments, turns: &Group) -> GroupLink {
     }
 }
 
-/// The ranks that compute an action of training or evaluation together: those that may wait for each
-/// other within it.
+/// The ranks that compute an action of training or evaluation together: those that may wait for
+/// each other within it.
 fn turns<'a>(mpu: &'a Mpu, args: &CheckedArguments) -> &'a Group {
     if args.zero_stage >= ZeroStage::Gradients {
         mpu.stage_group()
