@@ -169,8 +169,11 @@ impl Session {
         let note = state.note_wait(awaited.describe());
         let deserter = || {
             let mut absent = awaited.absent().into_iter();
-            // What a rank sent before its end is here when its end is known.
-            absent.find(|rank| state.has_ended(*rank) && !awaited.is_ready())
+            let ended = absent.find(|rank| state.has_ended(*rank))?;
+            // What a rank sent before its end is here when its end is known, and may have come
+            // since the first look.
+            let is_absent = awaited.absent().contains(&ended) && !awaited.is_ready();
+            is_absent.then_some(ended)
         };
         let is_poisoned = || state.verdict().is_some();
         state.bell.sleep(deadline, &|| {

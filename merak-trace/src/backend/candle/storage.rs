@@ -1,6 +1,6 @@
 //! candle tensors as values: access to their elements, reuse of their memory, and flat parameters.
 
-use super::pool::Pool;
+use super::{super::misplaced, pool::Pool};
 use crate::{Error, Param, ParamStore, Result, TensorType, Value, kernels::widen, value::Lease};
 use candle_core::{CpuStorage, Device, Storage, Tensor, WithDType};
 use half::bf16;
@@ -291,10 +291,7 @@ pub(super) fn param_values(
     let value = |(param, &offset): (&Param, &usize)| {
         let ty = &param.local;
         if ty.dtype != flat.ty().dtype || offset + ty.numel() > len {
-            return Err(Error::Backend {
-                node: param.name.clone(),
-                reason: format!("of type {ty} at {offset} does not fit {}", flat.ty()),
-            });
+            return Err(misplaced(param, offset, flat));
         }
         let view = (whole.tensor)
             .narrow(0, offset, ty.numel())
