@@ -1,5 +1,6 @@
 //! What no topology, schedule or interruption may change.
 
+pub(crate) mod agreement; // L2 over 30 steps, in every stage and precision
 mod best; // the best model of a run
 mod data; // samples: their order, their names, their evaluation
 pub(crate) mod encoders; // L1, L2: masked tokens, classes, translations, images
