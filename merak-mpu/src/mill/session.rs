@@ -89,7 +89,7 @@ impl Session {
         if let Err(error) = &session {
             // The others hear of it, and the control thread ends.
             control.fail(rank, &error.to_string());
-            control.leave();
+            control.leave(false);
         }
         session
     }
@@ -116,7 +116,7 @@ impl Session {
             if panic::catch_unwind(run).is_err() {
                 of_control.fail_soon(rank, "its progress thread panicked");
             }
-            match of_state.verdict() {
+            match of_state.settled() {
                 None if drained.is_drained.load(Ordering::Acquire) => Outcome::Drained,
                 verdict => Outcome::Failed {
                     here: verdict.is_none_or(|verdict| verdict.failure.culprit == rank),
@@ -213,7 +213,7 @@ impl Session {
                 }
             }
         }
-        self.control.leave();
+        self.control.leave(self.ends_together);
         if self.ends_together {
             self.stop();
         }
@@ -283,10 +283,8 @@ impl Engine for ProcessRank {
     }
 
     fn failure(&self) -> Option<Failure> {
-        self.0
-            .state
-            .verdict()
-            .map(|verdict| verdict.failure.clone())
+        let verdict = self.0.state.settled();
+        verdict.map(|verdict| verdict.failure.clone())
     }
 
     fn locality(&self) -> Locality {
