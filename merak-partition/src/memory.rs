@@ -75,7 +75,7 @@ impl ParamSums {
         };
         Self {
             weight_bytes: param.kept_bytes(),
-            narrow: if matches!(param.local.dtype, DType::BF16 | DType::F16) {
+            narrow: if matches!(param.kept_dtype(), DType::BF16 | DType::F16) {
                 trained
             } else {
                 0
