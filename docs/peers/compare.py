@@ -5,7 +5,7 @@ Markdown table.
     python compare.py [single compile dp tp pp] [--pairs 5] [-- --layers 8 --hidden 512 ..]
 
 The modes tch, bf16 and bf16-compile run one rank on libtorch (build with `--features tch`), in f32
-against eager and in bf16 against autocast; `-- --device cuda` runs them on a GPU. What stands
+against eager and in bf16 against autocast; own-bf16 runs the default backend in bf16. `-- --device cuda` runs them on a GPU. What stands
 behind `--` goes to both. Runs of a pair follow each other, and the order changes from pair to pair,
 so that a slow minute of the machine falls on both. Run it with a Python that has torch, on an idle
 machine.
@@ -23,8 +23,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 OURS = {"single": [], "compile": [], "dp": ["--dp", "2"], "tp": ["--tp", "2"], "pp": ["--pp", "2"]}
 THEIRS = {mode: [mode] for mode in OURS} | {"compile": ["single", "--compile"]}
 BF16 = ["--backend", "tch", "--dtype", "bf16"]
-OURS |= {"tch": ["--backend", "tch"], "bf16": BF16, "bf16-compile": BF16}
+OURS |= {"tch": ["--backend", "tch"], "bf16": BF16, "bf16-compile": BF16, "own-bf16": ["--dtype", "bf16"]}
 THEIRS |= {"tch": ["single"], "bf16": ["single", "--bf16"], "bf16-compile": ["single", "--bf16", "--compile"]}
+THEIRS |= {"own-bf16": THEIRS["bf16"]}
 DEFAULT = ["single", "dp", "tp", "pp"]
 
 

@@ -80,7 +80,7 @@ impl ParamSums {
                 ..Self::default()
             };
         }
-        let is_narrow = matches!(param.local.dtype, DType::BF16 | DType::F16);
+        let is_narrow = matches!(param.kept_dtype(), DType::BF16 | DType::F16);
         let if_narrow = |amount| if is_narrow { amount } else { 0 };
         Self {
             frozen_bytes: 0,

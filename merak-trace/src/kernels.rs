@@ -5,7 +5,7 @@
 //!
 //! | group | functions |
 //! |---|---|
-//! | products | [`gemm`], [`gemm_bias`], [`gemm_batched`] |
+//! | products | [`gemm`], [`gemm_bias`], [`gemm_batched`], [`gemm_of_halves`] |
 //! | attention | [`attention`], [`attention_grad`], [`attention_newest`] |
 //! | positions | [`rope`], [`relative_bias`] and its gradient |
 //! | norms | [`layer_norm`], [`rms_norm`] and their gradients for input and parameters |
@@ -61,6 +61,7 @@ mod softmax;
 mod testing;
 mod threads;
 mod trig;
+mod units;
 
 pub use crate::{
     KernelError,
@@ -77,7 +78,8 @@ pub use elementwise::{add, add_assign, add_suffix, mul, scale};
 pub use embedding::{TableRows, embedding, embedding_grad};
 pub use float::Float;
 pub use gemm::{
-    Factor, Operand, Write, gemm, gemm_batched, gemm_bias, multiply, take_product_scratch, widen,
+    Factor, Operand, Start, Write, gemm, gemm_batched, gemm_bias, gemm_of_halves, multiply, narrow,
+    take_product_scratch, widen,
 };
 pub use init::{Distribution, InitKey, TensorBox, init};
 pub use layer_norm::{layer_norm, layer_norm_grad_input, layer_norm_grad_params};
@@ -88,3 +90,4 @@ pub use rope::{Turn, rope};
 pub use rows::sum_rows;
 pub use softmax::{softmax, softmax_grad};
 pub use threads::Threads;
+pub use units::Units;

@@ -129,7 +129,7 @@ pub use interpreter::{
     Tail,
 };
 #[cfg(feature = "cpu")]
-pub use kernels::{Factor, Threads, multiply, take_product_scratch};
+pub use kernels::{Factor, Threads, Units, multiply, take_product_scratch};
 #[cfg(feature = "cpu")]
 pub use materialise::{each_initial_values, initial_values};
 pub use merak_mpu::{Axis, Coord, DType};

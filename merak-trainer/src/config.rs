@@ -47,8 +47,8 @@ pub use self::{
     },
     checked::CheckedArguments,
     choice::{
-        BackendChoice, BestMetric, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
-        RecomputeMode, ReportTo, TraceMethod,
+        BackendChoice, BestMetric, ComputeUnits, CostSource, DataFormat, Device, EngineChoice,
+        PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
     },
     help::{key_help, key_page},
     key::Key,

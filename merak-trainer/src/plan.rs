@@ -180,7 +180,7 @@ impl Plan {
         let draft = &self.draft;
         let traced = draft.model.trace(&options)?;
         let (family, lora) = (draft.info.family, draft.lora.clone());
-        let (adapted, _) = with_adapter(traced, lora, family, draft.frozen)?;
+        let (adapted, _) = with_adapter(traced, lora, family, draft.kept)?;
         let graph = rewrite(&adapted, &draft.lists, draft.degrees.tp)?.graph;
         // The same nodes in the same order, except for the loss at the end.
         let last = self.cuts.num_stages() - 1;

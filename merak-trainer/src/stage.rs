@@ -370,10 +370,13 @@ impl Executor {
         num_threads: usize,
     ) -> Result<Self, merak_trace::Error> {
         match args.compute.backend {
-            BackendChoice::Candle => Ok(Self {
-                backend: Arc::new(Candle::new(num_threads)?),
-                optimizer_device: None,
-            }),
+            BackendChoice::Candle => {
+                let backend = Candle::new(num_threads)?.with_units(args.compute.units.into());
+                Ok(Self {
+                    backend: Arc::new(backend.with_products(args.products())),
+                    optimizer_device: None,
+                })
+            }
             BackendChoice::Tch => Self::on_tch(args.compute.device, place, num_threads),
         }
     }

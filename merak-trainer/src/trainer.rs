@@ -35,6 +35,7 @@ use crate::{
 };
 use merak_mpu::{Group, Mpu, ReduceOp};
 use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
+use merak_trace::{Units, backend::candle::Products};
 use merak_zero::ZeroStage;
 use std::{
     collections::BTreeMap,
@@ -223,6 +224,12 @@ impl MerakTrainer {
                 zero_stage,
                 pp,
                 "with several pipeline stages every microbatch is reduced apart: zero_stage 1 sends less"
+            );
+        }
+        let units = Units::of_processor().min(self.args.compute.units.into());
+        if self.args.products() == Products::Rounded && units == Units::None && mpu.is_rank_0() {
+            tracing::warn!(
+                "no unit for products of bf16 is here, or \"compute.units\" leaves it out: \"bf16\" takes as long as f32"
             );
         }
         let resumed = match self.args.resume_from_checkpoint.clone() {

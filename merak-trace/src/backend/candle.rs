@@ -14,7 +14,8 @@ mod storage;
 
 use crate::{
     Backend, Call, Error, Following, GradStore, Param, ParamStore, Result, TensorType, Value,
-    kernels::Threads, value::MemoryMeter,
+    kernels::{Threads, Units},
+    value::MemoryMeter,
 };
 use candle_core::{Device, Tensor};
 use merak_mpu::{Buffer, DType, into_vec, zeros};
@@ -25,14 +26,27 @@ use storage::{Handle, Kept, Scalar, at, elements, kept, steal};
 ///
 /// Results do not depend on the number of threads. Memory of freed values is kept and reused.
 ///
-/// Frozen parameters of f32 may be [kept](Param::kept) in bf16. Products and lookups widen the
-/// elements as they load them; other operations widen them in temporary memory. All results are
-/// those of an f32 parameter with the same values.
+/// Parameters of f32 may be [kept](Param::kept) in bf16, trained ones as copies of f32 masters.
+/// Products and lookups widen the elements as they load them; other operations widen them in
+/// temporary memory. All results are those of an f32 parameter with the same values.
 #[derive(Debug)]
 pub struct Candle {
     threads: Threads,
+    products: Products,
     pool: Pool,
     memory: MemoryMeter,
+}
+
+/// How exact the products of linear layers and their gradients are. All other operations compute
+/// in the type of their values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Products {
+    /// In the type of the values.
+    #[default]
+    Full,
+    /// Factors of `f32` are rounded to bf16 while they are read; sums are `f32`. It is faster on
+    /// [units that multiply bf16](Units), and takes about the same time without them.
+    Rounded,
 }
 
 impl Candle {
@@ -47,16 +61,32 @@ impl Candle {
         })?;
         Ok(Self {
             threads,
+            products: Products::default(),
             pool: Pool::default(),
             memory: MemoryMeter::default(),
         })
     }
 
+    /// The same backend with products of that precision.
+    #[must_use]
+    pub fn with_products(self, products: Products) -> Self {
+        Self { products, ..self }
+    }
+
+    /// The same backend, whose products use no other units of the processor than these.
+    #[must_use]
+    pub fn with_units(self, units: Units) -> Self {
+        Self {
+            threads: self.threads.with_units(units),
+            ..self
+        }
+    }
+
     /// The tensor of a value of this backend, over the value's own memory.
     ///
     /// It stays as it is for as long as it is kept: the backend neither overwrites the memory nor
-    /// takes it for other values. A parameter's tensor shows each update. A frozen parameter that
-    /// is [kept](Param::kept) in bf16 is copied.
+    /// takes it for other values. A parameter's tensor shows each update. A parameter that is
+    /// [kept](Param::kept) in bf16 is copied.
     ///
     /// # Errors
     /// When the value is of another backend.
@@ -220,7 +250,7 @@ impl Backend for Candle {
     }
 
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
-        storage::param_store(params, offsets, len, &self.pool)
+        storage::param_store(params, offsets, len, (&self.pool, &self.threads))
     }
 
     fn param_values(
@@ -230,6 +260,14 @@ impl Backend for Candle {
         buffer: Box<dyn Buffer>,
     ) -> Result<Vec<Value>> {
         let ty = TensorType::new([buffer.len()], buffer.dtype());
+        if ty.dtype == DType::BF16 {
+            let values = into_vec::<half::bf16>(buffer).map_err(at("parameters"))?;
+            let lease = self.memory.lease(ty.size_bytes());
+            let tensor = Tensor::from_vec(values, ty.numel(), &Device::Cpu);
+            let tensor = tensor.map_err(at("parameters"))?;
+            let whole = Handle::narrow(tensor, self.pool.clone(), Some(lease));
+            return storage::param_values(params, offsets, &whole.into_value(ty));
+        }
         // Its memory is not for the pool: a value that nothing else shares is no whole of it.
         let value = match ty.dtype {
             DType::F64 => self.wrap_once::<f64>(&ty, into_vec(buffer).map_err(at("parameters"))?),
@@ -242,7 +280,7 @@ impl Backend for Candle {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Op, RunContext};
+    use crate::{Init, Op, ParamRole, RunContext};
 
     fn ty<const N: usize>(shape: [usize; N], dtype: DType) -> TensorType {
         TensorType::new(shape, dtype)
@@ -314,6 +352,42 @@ mod tests {
         let shorts = Tensor::zeros(2, candle_core::DType::I16, &Device::Cpu).unwrap();
         let error = backend.value_of(&shorts).unwrap_err().to_string();
         assert!(error.contains("its elements are I16"), "{error}");
+    }
+
+    #[test]
+    fn nodes_read_the_rounded_copy_of_a_trained_parameter_that_is_kept_in_bf16() {
+        let backend = Candle::new(2).unwrap();
+        let param = |name: &str, len: usize| Param {
+            kept: Some(DType::BF16),
+            ..Param::new(
+                name,
+                ty([len], DType::F32),
+                Init::Constant(0.0),
+                ParamRole::Weight,
+            )
+        };
+        let params = [param("a", 2), param("b", 3)];
+        let mut store = backend.param_store(&params, &[3, 0], 5).unwrap();
+        assert_eq!((store.flat.dtype(), store.flat.len()), (DType::F32, 5));
+        let masters = [1.0_f32, 1.001, f32::NAN, -3.0, 0.1];
+        let mut write = |bytes: &mut [u8]| bytes.copy_from_slice(bytemuck::cast_slice(&masters));
+        store.flat.write(&mut write);
+        let mut kept = Vec::new();
+        store.flat.read(&mut |bytes| kept = bytes.to_vec());
+        assert_eq!(kept, bytemuck::cast_slice::<_, u8>(&masters));
+        let rounded = masters.map(|x| half::bf16::from_f32(x).to_f32().to_bits());
+        let read = |value: &Value| {
+            let values = elements::<f32>(value).unwrap();
+            values.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        };
+        assert_eq!(read(&store.views[0]), rounded[3..]);
+        assert_eq!(read(&store.views[1]), rounded[..3]);
+        // Parameters that replicas divide come in either type.
+        let narrow: Vec<_> = masters.map(half::bf16::from_f32).into();
+        let views = backend.param_values(&params, &[3, 0], Box::new(narrow));
+        assert_eq!(read(&views.unwrap()[1]), rounded[..3]);
+        store.flat.clear();
+        assert_eq!(read(&store.views[0]), [0, 0]);
     }
 
     #[test]

@@ -8,8 +8,9 @@ use std::fmt::Debug;
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 
-use super::gemm::Lanes;
+use super::gemm::{self, Lanes, Start};
 use super::trig::ln_of_normal;
+use super::{MatMut, MatRef, Threads};
 
 /// An element type: `f32` to compute with, `f64` to check gradients by finite differences.
 ///
@@ -64,6 +65,14 @@ pub trait Float:
     fn tanh(self) -> Self;
     /// The standard normal distribution at this point, `(cumulative, density)`.
     fn normal_cdf_pdf(self) -> (Self, Self);
+
+    /// Computes `c = a b + start`; `f32` operands are rounded to bf16.
+    fn product_of_halves(
+        threads: &Threads,
+        operands: (MatRef<'_, Self>, MatRef<'_, Self>),
+        start: Start<'_, Self>,
+        c: MatMut<'_, Self>,
+    );
 
     /// `1 / (1 + exp(-self))`.
     #[inline(always)]
@@ -152,6 +161,15 @@ impl Float for f32 {
         let cumulative = if self > 0.0 { 1.0 - tail } else { tail };
         (cumulative, bell * INV_SQRT_2_PI)
     }
+
+    fn product_of_halves(
+        threads: &Threads,
+        operands: (MatRef<'_, Self>, MatRef<'_, Self>),
+        start: Start<'_, Self>,
+        c: MatMut<'_, Self>,
+    ) {
+        gemm::product_of_halves(threads, operands, start, c);
+    }
 }
 
 impl Float for f64 {
@@ -208,6 +226,15 @@ impl Float for f64 {
             pdf / (1..200).rev().fold(x, |inner, n| x + f64::from(n) / inner)
         };
         (if self > 0.0 { 1.0 - tail } else { tail }, pdf)
+    }
+
+    fn product_of_halves(
+        threads: &Threads,
+        operands: (MatRef<'_, Self>, MatRef<'_, Self>),
+        start: Start<'_, Self>,
+        c: MatMut<'_, Self>,
+    ) {
+        gemm::product(threads, 1.0, operands.0, operands.1, start, c);
     }
 }
 

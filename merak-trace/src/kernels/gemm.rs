@@ -2,6 +2,8 @@
 
 use faer::{Accum, Par};
 
+#[cfg(target_arch = "x86_64")]
+use super::Units;
 use super::{Float, MatMut, MatRef, Threads};
 
 #[cfg(target_arch = "x86_64")]
@@ -9,10 +11,15 @@ mod amx;
 #[cfg(target_arch = "x86_64")]
 mod blocked;
 #[cfg(target_arch = "x86_64")]
+mod dots;
+mod halves;
+#[cfg(target_arch = "x86_64")]
 mod lanes;
 mod operand;
 #[cfg(target_arch = "x86_64")]
 mod pack;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
 #[cfg(target_arch = "x86_64")]
 mod rows;
 #[cfg(target_arch = "x86_64")]
@@ -23,6 +30,8 @@ use pulp::x86::{V3, V4};
 #[cfg(target_arch = "x86_64")]
 use tile::STRIP;
 
+pub use halves::narrow;
+pub(super) use halves::product_of_halves;
 #[cfg(target_arch = "x86_64")]
 pub use lanes::{Isa, Lanes};
 pub use operand::{Operand, widen};
@@ -180,7 +189,37 @@ pub fn gemm_bias<T: Float, W: Operand<T>>(
     product(threads, T::ONE, a, b, Start::Row(bias), c);
 }
 
-fn product<T: Float, W: Operand<T>>(
+/// Computes `c = a b + start` as [`gemm`] does, but of operands that are rounded to bf16, with sums
+/// of `f32`. Operands of `f64` are not rounded.
+///
+/// # Panics
+///
+/// If the shapes do not fit each other.
+pub fn gemm_of_halves<T: Float, W: Operand<T>>(
+    threads: &Threads,
+    a: MatRef<'_, T>,
+    b: MatRef<'_, W>,
+    start: Start<'_, T>,
+    c: MatMut<'_, T>,
+) {
+    check_shapes(&a, &b, &c);
+    if let Start::Row(row) = start {
+        assert_eq!(row.len(), c.cols(), "a start has an element per column");
+    }
+    W::product_of_halves(threads, (a, b), start, c);
+}
+
+/// The fastest units for bf16 that this processor has.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn units() -> Units {
+    match (amx::available(), pairs::Pairs::try_new()) {
+        (true, Some(_)) => Units::Matrix,
+        (_, Some(_)) => Units::Vector,
+        _ => Units::None,
+    }
+}
+
+pub(super) fn product<T: Float, W: Operand<T>>(
     threads: &Threads,
     alpha: T,
     a: MatRef<'_, T>,

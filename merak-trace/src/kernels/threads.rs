@@ -9,7 +9,7 @@ use std::{
 
 use bytemuck::Pod;
 
-use super::KernelError;
+use super::{KernelError, Units};
 use team::Team;
 
 /// A handle on the compute threads of one rank.
@@ -42,6 +42,7 @@ use team::Team;
 pub struct Threads {
     team: Option<Arc<Team>>,
     scratch: Arc<Scratch>,
+    units: Units,
 }
 
 /// Memory that kernels reuse.
@@ -67,6 +68,7 @@ impl Threads {
         Ok(Self {
             team: Some(Arc::new(team)),
             scratch: Arc::default(),
+            units: Units::default(),
         })
     }
 
@@ -75,7 +77,20 @@ impl Threads {
         Self {
             team: None,
             scratch: Arc::default(),
+            units: Units::default(),
         }
+    }
+
+    /// The same threads, which use no other units of the processor than these for products of bf16.
+    /// Measurements and tests choose them; the default is all that there are.
+    #[must_use]
+    pub fn with_units(self, units: Units) -> Self {
+        Self { units, ..self }
+    }
+
+    /// The units that products may use, if the processor has them.
+    pub(super) fn units(&self) -> Units {
+        self.units
     }
 
     /// Number of threads that run items.

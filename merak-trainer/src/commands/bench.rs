@@ -90,9 +90,12 @@ pub(crate) struct Gpt {
     /// What it executes them on.
     #[arg(long, default_value = "cpu")]
     device: String,
-    /// Element type: f32, bf16 with backend tch or an adapter, or f16 with backend tch.
+    /// Element type: f32, bf16, or f16 with backend tch.
     #[arg(long, default_value = "f32")]
     dtype: String,
+    /// Units for bf16 that products may use: matrix, vector or none.
+    #[arg(long, default_value = "matrix")]
+    units: String,
     /// Description of an adapter that is trained in place of the model, as PEFT writes it.
     #[arg(long, value_name = "FILE")]
     lora_config: Option<String>,
@@ -265,6 +268,7 @@ impl Gpt {
             ),
             ("--backend", "compute.backend", self.backend.clone()),
             ("--device", "compute.device", self.device.clone()),
+            ("--units", "compute.units", self.units.clone()),
         ];
         options.extend(dtype);
         options.extend(of_ranks(self.threads, self.lora_config.as_deref()));

@@ -4,7 +4,7 @@ use super::{Outcome, environment, output, world};
 use clap::Args as ClapArgs;
 use merak_ckpt::words::Bytes;
 use merak_pipe::ScheduleKind;
-use merak_trace::models;
+use merak_trace::{Units, models};
 use merak_trainer::{
     Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, available_bytes, chain,
     data::{Dataset, TokenDataset},
@@ -113,6 +113,7 @@ fn vector_instructions() -> Vec<&'static str> {
             "avx512bf16",
             std::arch::is_x86_feature_detected!("avx512bf16"),
         ),
+        ("amx-bf16", Units::of_processor() == Units::Matrix),
     ];
     #[cfg(target_arch = "aarch64")]
     let found = [

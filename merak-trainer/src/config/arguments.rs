@@ -10,8 +10,8 @@ use merak_zero::{
 
 use super::{
     choice::{
-        BackendChoice, BestMetric, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
-        RecomputeMode, ReportTo, TraceMethod,
+        BackendChoice, BestMetric, ComputeUnits, CostSource, DataFormat, Device, EngineChoice,
+        PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
     },
     key::{Key, settings},
     schedule::TrainSchedule,
@@ -110,8 +110,9 @@ settings! {
         hidden_size: Option<usize> [at_least 1] = None,
         /// Attention heads; unset: from the model's config.
         num_heads: Option<usize> [at_least 1] = None,
-        /// Whether weights and activations are bf16, with f32 masters and gradients; on the default
-        /// backend the frozen weights under `lora_config` alone.
+        /// Whether weights are bf16, with f32 masters and gradients, and products multiply bf16; on
+        /// the default backend activations stay f32, and under `lora_config` the frozen weights
+        /// alone are bf16.
         bf16: bool = false,
         /// Whether weights and activations are f16, with f32 masters and gradients, and the loss is
         /// scaled; on the libtorch backend alone.
@@ -372,6 +373,9 @@ settings! {
         device: Device = Device::Cpu,
         /// Compute threads of each rank: `auto` divides the cores.
         threads_per_rank: ThreadsPerRank = ThreadsPerRank::Auto,
+        /// Units for bf16 that products of the default backend may use where the processor has them:
+        /// all of them, no more than vectors, or none; results differ in the order of sums.
+        units: ComputeUnits = ComputeUnits::Matrix,
     }
 }
 

@@ -313,13 +313,7 @@ fn check_precision(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         // merak-zero knows the conditions and words the error.
         scaling.validate()?;
     }
-    checker.require(
-        !a.bf16 || is_tch || a.lora_config.is_some(),
-        "bf16",
-        a.bf16,
-        "false unless \"compute.backend\" is \"tch\", or \"lora_config\" describes an adapter, beside which frozen \
-         weights are kept in bf16",
-    )
+    Ok(())
 }
 
 fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {

@@ -4,11 +4,12 @@ use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 
 use merak_mpu::{DType, Degrees, Rank, Topology};
 use merak_pipe::Size;
+use merak_trace::backend::candle::Products;
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
 use super::{
     arguments::MerakArguments,
-    choice::{PartitionMethod, RecomputeMode},
+    choice::{BackendChoice, PartitionMethod, RecomputeMode},
     schedule::TrainSchedule,
 };
 use crate::error::{ConfigError, Error, Result};
@@ -211,13 +212,22 @@ impl CheckedArguments {
         )?)
     }
 
-    /// The type of 16 bits that weights have or, on the default backend, frozen weights are kept
-    /// in.
+    /// The type of 16 bits that weights have or, on the default backend, are kept in.
     pub(crate) fn narrow(&self) -> Option<DType> {
         match (self.bf16, self.fp16) {
             (true, _) => Some(DType::BF16),
             (_, true) => Some(DType::F16),
             _ => None,
+        }
+    }
+
+    /// How exact the default backend's products are. Beside an adapter `bf16` is a matter of memory.
+    pub(crate) fn products(&self) -> Products {
+        let is_own = self.compute.backend == BackendChoice::Candle;
+        if is_own && self.bf16 && self.lora_config.is_none() {
+            Products::Rounded
+        } else {
+            Products::Full
         }
     }
 

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use merak_mpu::EngineKind;
+use merak_trace::Units;
 use serde_json::Value;
 
 use super::{
@@ -205,6 +206,29 @@ choices! {
         Cuda = "cuda",
     }
     later []
+}
+
+choices! {
+    /// Which units of the processor that multiply bf16 the default backend may use.
+    ComputeUnits {
+        /// All that there are: matrix units (AMX) before vectors.
+        Matrix = "matrix",
+        /// Vectors of bf16 pairs (AVX-512-BF16).
+        Vector = "vector",
+        /// None: multiply-adds of `f32`.
+        None = "none",
+    }
+    later []
+}
+
+impl From<ComputeUnits> for Units {
+    fn from(choice: ComputeUnits) -> Self {
+        match choice {
+            ComputeUnits::Matrix => Self::Matrix,
+            ComputeUnits::Vector => Self::Vector,
+            ComputeUnits::None => Self::None,
+        }
+    }
 }
 
 /// The refusal of a name that is not built: either a later version's, or an unknown one.

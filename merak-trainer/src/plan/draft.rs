@@ -10,7 +10,7 @@ use merak_mpu::{DType, Degrees};
 use merak_partition::{SegmentOptions, Segments, segment};
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
-    Graph,
+    Graph, Param,
     models::{Head, Model, ModelInfo, TraceOptions},
 };
 use std::sync::Arc;
@@ -60,8 +60,9 @@ pub struct Draft {
     /// The adapter that is trained in place of the model, if any.
     pub lora: Option<Lora>,
     pub(super) lists: LayerLists,
-    /// The element type in which frozen weights are kept, where nodes read another.
-    pub(super) frozen: Option<DType>,
+    /// The element type in which weights are kept, where nodes compute in another: under an adapter
+    /// the frozen ones.
+    pub(super) kept: Option<DType>,
     pub(super) trace: TraceOptions,
 }
 
@@ -85,11 +86,10 @@ impl Draft {
         let info = model.info();
         check(&info, args)?;
         let lengths = args.seq_length.unwrap_or_else(|| info.max_seq.into());
-        // Kernels of the default backend compute in f32; frozen weights may be kept in another
-        // type.
-        let (dtype, frozen) = match (args.narrow(), args.compute.backend) {
+        // Values of the default backend are f32; weights may be kept in another type.
+        let (dtype, kept) = match (args.narrow(), args.compute.backend) {
             (Some(narrow), BackendChoice::Tch) => (narrow, None),
-            (frozen, _) => (DType::F32, frozen),
+            (kept, _) => (DType::F32, kept),
         };
         let trace = TraceOptions {
             head: Head::Loss {
@@ -103,7 +103,7 @@ impl Draft {
         };
         let lists = LayerLists::resolve(inputs.lists.as_ref(), info.family, args.tp)?;
         let traced = model.trace(&trace)?;
-        let adapted = with_adapter(traced, inputs.lora.clone(), info.family, frozen);
+        let adapted = with_adapter(traced, inputs.lora.clone(), info.family, kept);
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
         let rewritten = rewrite(&graph, &lists, args.tp)?;
         let options = SegmentOptions {
@@ -126,7 +126,7 @@ impl Draft {
             tensor: rewritten.report,
             lora,
             lists,
-            frozen,
+            kept,
             trace,
         };
         Ok((draft, segmented))
@@ -198,27 +198,32 @@ fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
 }
 
 /// A model's graph with an adapter in it, and the adapter with its open fields filled in. The
-/// model's frozen weights are kept in the type `frozen`, if there is one.
+/// model's weights are kept in the type `kept`, if there is one; under an adapter the frozen ones.
 pub(super) fn with_adapter(
-    graph: Graph,
+    mut graph: Graph,
     lora: Option<Lora>,
     family: &str,
-    frozen: Option<DType>,
+    kept: Option<DType>,
 ) -> Result<(Graph, Option<Lora>)> {
     let Some(Lora { name, config }) = lora else {
+        keep(&mut graph, kept, |_| true);
         return Ok((graph, None));
     };
     let adapted = adapt(&graph, &config, &name, family)?;
     let (mut graph, config) = (adapted.graph, adapted.config);
-    let ids = graph.params().iter().filter_map(|param| {
-        // Parameters that an adapter adds keep their type, trained or not.
-        let is_of_base = !param.trainable && param.beside.is_none();
-        is_of_base.then(|| graph.find_param(&param.name)).flatten()
-    });
-    for id in ids.collect::<Vec<_>>() {
-        graph.param_mut(id).kept = frozen;
-    }
+    // Parameters that an adapter adds keep their type, trained or not.
+    let is_of_base = |param: &Param| !param.trainable && param.beside.is_none();
+    keep(&mut graph, kept, is_of_base);
     Ok((graph, Some(Lora { name, config })))
+}
+
+/// Has some parameters kept in a type, if there is one.
+fn keep(graph: &mut Graph, kept: Option<DType>, which: impl Fn(&Param) -> bool) {
+    let names = graph.params().iter().filter(|param| which(param));
+    let ids = names.filter_map(|param| graph.find_param(&param.name));
+    for id in ids.collect::<Vec<_>>() {
+        graph.param_mut(id).kept = kept;
+    }
 }
 
 /// The lists of `tp_layer_lists`, if one of them is set.

@@ -193,7 +193,7 @@ struct Contents {
 impl Contents {
     /// The element type in which the bucket is gathered: that of its parameters if it is one.
     fn dtype(&self) -> DType {
-        let mut dtypes = self.params.iter().map(|param| param.local.dtype);
+        let mut dtypes = self.params.iter().map(Param::kept_dtype);
         let first = dtypes.next().unwrap_or(DType::F32);
         if dtypes.all(|dtype| dtype == first) {
             first

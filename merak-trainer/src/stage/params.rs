@@ -19,6 +19,8 @@ use std::{
 #[derive(Debug)]
 pub(crate) struct StageParams {
     memory: ParamMemory,
+    /// The element type of copies that nodes read in the place of masters.
+    copied: Option<DType>,
     /// One value per parameter, in the order in which they were given; none where replicas divide
     /// the parameter.
     pub(crate) views: Vec<Option<Value>>,
@@ -159,6 +161,7 @@ impl StageParams {
         let mut places: Vec<_> = params.iter().map(place).collect();
         let last_buckets = last_buckets(params, optimizer);
         let mut views = vec![None; params.len()];
+        let mut copied = None;
         let mut buffers = Vec::with_capacity(lens.len());
         for (buffer, len) in lens.into_iter().enumerate() {
             if buffer == TRAINED && optimizer.divides_params() {
@@ -173,6 +176,10 @@ impl StageParams {
             let offsets = own.iter().map(|&i| places[i].pieces[0].range.start);
             let offsets: Vec<_> = offsets.collect();
             let store = backend.param_store(&of_buffer, &offsets, len)?;
+            if buffer == TRAINED {
+                let mut read = of_buffer.iter().map(Param::kept_dtype);
+                copied = read.find(|read| *read != store.flat.dtype());
+            }
             for (index, view) in own.into_iter().zip(store.views) {
                 views[index] = Some(view);
                 places[index].dtype = store.flat.dtype();
@@ -180,6 +187,7 @@ impl StageParams {
             buffers.push(store.flat);
         }
         Ok(Self {
+            copied,
             views,
             last_buckets,
             memory: ParamMemory {
@@ -215,13 +223,8 @@ impl StageParams {
             .iter()
             .map(|b| b.len() * b.dtype().size_bytes())
             .sum();
-        let mut seen = self.memory.places.iter().zip(&self.views);
-        let copied = seen.find_map(|(place, view)| {
-            let dtype = view.as_ref()?.ty().dtype;
-            (place.buffer == TRAINED && dtype != place.dtype).then_some(dtype)
-        });
-        let copy = copied.map_or(0, |dtype| buffers[TRAINED].len() * dtype.size_bytes());
-        kept + copy
+        let copy = self.copied.map_or(0, |dtype| dtype.size_bytes());
+        kept + buffers[TRAINED].len() * copy
     }
 
     /// Shows the values of every parameter in `f32`, in the program's order; `divided` are those of

@@ -91,6 +91,7 @@ fn other_value(name: &str) -> Value {
         "compute.backend" => json!("tch"),
         "compute.device" => json!("cuda"),
         "compute.threads_per_rank" => json!(3),
+        "compute.units" => json!("vector"),
         _ => {
             let key = keys().find(|key| key.name == name).expect("a known key");
             match (key.default)() {
@@ -314,6 +315,7 @@ distributed.timeout_s = 600.0
 compute.backend = "candle"
 compute.device = "cpu"
 compute.threads_per_rank = "auto"
+compute.units = "matrix"
 autopipe.micro_batches = null
 autopipe.comm_cost = null
 autopipe.memory_limit = null
@@ -458,8 +460,8 @@ fn a_feature_of_a_later_version_is_refused_by_name() {
 }
 
 #[test]
-fn bf16_needs_a_backend_for_it_or_frozen_weights() {
-    assert_snapshot!(message(load_line("--bf16")), @r#""bf16" is true (command line --bf16), but must be false unless "compute.backend" is "tch", or "lora_config" describes an adapter, beside which frozen weights are kept in bf16"#);
+fn bf16_is_taken_with_and_without_an_adapter() {
+    assert_snapshot!(message(load_line("--bf16")), @"no error");
     assert_snapshot!(message(load_line("--bf16 --lora-config lora.json")), @"no error");
 }
 

@@ -1,12 +1,12 @@
 //! Products of matrices.
 
 use super::{
-    Kept, elements, kept,
+    Kept, Products, elements, kept,
     run::{Node, Number},
 };
 use crate::{
     Op, Result, Value,
-    kernels::{self, Float, MatMut, MatRef, Operand, Write},
+    kernels::{self, Float, MatMut, MatRef, Operand, Start, Write},
     op::WeightLayout,
 };
 
@@ -76,10 +76,25 @@ impl Node<'_> {
             WeightLayout::InOut => w,
         };
         let y = MatMut::new(y, x.rows(), w.cols());
+        self.multiply(x, w, bias.map_or(Start::Zero, Start::Row), y);
+    }
+
+    /// `c = a b + start` in the backend's precision of products.
+    fn multiply<T: Number, W: Operand<T>>(
+        &self,
+        a: MatRef<'_, T>,
+        b: MatRef<'_, W>,
+        start: Start<'_, T>,
+        c: MatMut<'_, T>,
+    ) {
         let threads = &self.backend.threads;
-        match bias {
-            Some(bias) => kernels::gemm_bias(threads, x, w, bias, y),
-            None => kernels::gemm(threads, T::ONE, x, w, Write::Replace, y),
+        match (self.backend.products, start) {
+            (Products::Rounded, start) => kernels::gemm_of_halves(threads, a, b, start, c),
+            (Products::Full, Start::Row(bias)) => kernels::gemm_bias(threads, a, b, bias, c),
+            (Products::Full, Start::Zero) => {
+                kernels::gemm(threads, T::ONE, a, b, Write::Replace, c);
+            }
+            (Products::Full, Start::Output) => kernels::gemm(threads, T::ONE, a, b, Write::Add, c),
         }
     }
 
@@ -95,24 +110,15 @@ impl Node<'_> {
         let (rows, n_in, n_out) = (x.ty().rows(), x.ty().last_dim(), dy.ty().last_dim());
         let (x, dy) = (elements::<T>(x)?, elements::<T>(dy)?);
         let (x, dy) = (MatRef::new(&x, rows, n_in), MatRef::new(&dy, rows, n_out));
-        let threads = &self.backend.threads;
         match layout {
-            WeightLayout::OutIn => kernels::gemm(
-                threads,
-                T::ONE,
-                dy.transposed(),
-                x,
-                write,
-                MatMut::new(dw, n_out, n_in),
-            ),
-            WeightLayout::InOut => kernels::gemm(
-                threads,
-                T::ONE,
-                x.transposed(),
-                dy,
-                write,
-                MatMut::new(dw, n_in, n_out),
-            ),
+            WeightLayout::OutIn => {
+                let dw = MatMut::new(dw, n_out, n_in);
+                self.multiply(dy.transposed(), x, write.into(), dw);
+            }
+            WeightLayout::InOut => {
+                let dw = MatMut::new(dw, n_in, n_out);
+                self.multiply(x.transposed(), dy, write.into(), dw);
+            }
         }
         Ok(())
     }

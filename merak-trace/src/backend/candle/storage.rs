@@ -1,14 +1,19 @@
 //! candle tensors as values: access to their elements, reuse of their memory, and flat parameters.
 
 use super::{super::misplaced, pool::Pool};
-use crate::{Error, Param, ParamStore, Result, TensorType, Value, kernels::widen, value::Lease};
+use crate::{
+    Error, Param, ParamStore, Result, TensorType, Value,
+    kernels::{Threads, narrow, widen},
+    value::Lease,
+};
 use candle_core::{CpuStorage, Device, Storage, Tensor, WithDType};
 use half::bf16;
 use merak_mpu::{
-    Buffer, DType, Element,
+    Buffer, DType, Element, Memory,
     candle::{TensorBuffer, replace_storage},
 };
 use std::{
+    any::Any,
     marker::PhantomData,
     ops::{Deref, Range},
     sync::{
@@ -23,8 +28,8 @@ impl<T: Element + WithDType> Scalar for T {}
 
 /// A value of this backend: a contiguous tensor, and the allocation that it is a view of.
 ///
-/// The tensor's elements may be narrower than the value's type: in a frozen parameter that is kept
-/// in bf16, and in results that only move such elements. Readers get them [widened](elements).
+/// The tensor's elements may be narrower than the value's type: in a parameter that is kept in bf16,
+/// and in results that only move such elements. Readers get them [widened](elements).
 ///
 /// The tensor is declared first, so it is dropped before the last handle gives the allocation back.
 #[derive(Debug, Clone)]
@@ -290,7 +295,8 @@ pub(super) fn param_values(
     let (whole, len) = (Handle::of(flat)?, flat.ty().numel());
     let value = |(param, &offset): (&Param, &usize)| {
         let ty = &param.local;
-        if ty.dtype != flat.ty().dtype || offset + ty.numel() > len {
+        let is_kept = [ty.dtype, param.kept_dtype()].contains(&flat.ty().dtype);
+        if !is_kept || offset + ty.numel() > len {
             return Err(misplaced(param, offset, flat));
         }
         let view = (whole.tensor)
@@ -302,59 +308,44 @@ pub(super) fn param_values(
     params.iter().zip(offsets).map(value).collect()
 }
 
-/// Lays out parameters in one flat tensor. Frozen ones of f32 may be kept in bf16; `wide` provides
-/// memory for reading them in f32.
+/// Lays out parameters in one flat tensor. Those of f32 may be kept in bf16, trained ones as copies
+/// of f32 masters; `wide` provides memory for reading them in f32, the threads round masters.
 pub(super) fn param_store(
     params: &[Param],
     offsets: &[usize],
     len: usize,
-    wide: &Pool,
+    (wide, threads): (&Pool, &Threads),
 ) -> Result<ParamStore> {
-    let (dtype, kept) = params.first().map_or((DType::F32, DType::F32), |param| {
-        (param.local.dtype, param.kept_dtype())
-    });
-    let refuse = |name: &str, reason: String| Error::Backend {
-        node: name.to_owned(),
-        reason,
-    };
-    let is_frozen = params.iter().all(|param| !param.trainable);
-    let is_known = match (dtype, kept) {
-        (DType::F32 | DType::F64, kept) if kept == dtype => true,
-        (DType::F32, DType::BF16) => is_frozen,
-        _ => false,
-    };
-    if !is_known {
-        let how = if kept == dtype {
-            String::new()
-        } else {
-            format!(", kept in {kept}")
-        };
-        return Err(refuse(
-            "parameters",
-            format!(
-                "are of type {dtype}{how}; the candle backend trains in f32 or f64, beside frozen parameters of f32 \
-                 that are kept in bf16"
-            ),
-        ));
-    }
-    let flat = Tensor::zeros(len, kept.into(), &Device::Cpu).map_err(at("parameters"))?;
-    let flat_buffer = TensorBuffer::new(&flat).map_err(at("parameters"))?;
-    let whole = if kept == dtype {
-        Handle::new(flat.clone(), None, None)
+    let (dtype, kept) = store_types(params)?;
+    let zeros =
+        |dtype: DType| Tensor::zeros(len, dtype.into(), &Device::Cpu).map_err(at("parameters"));
+    let read = zeros(kept)?;
+    let buffer = TensorBuffer::new(&read).map_err(at("parameters"))?;
+    let flat: Box<dyn Buffer> = if kept != dtype && params.iter().any(|param| param.trainable) {
+        Box::new(Masters {
+            flat: TensorBuffer::new(&zeros(dtype)?).map_err(at("parameters"))?,
+            copy: buffer,
+            threads: threads.clone(),
+        })
     } else {
-        Handle::narrow(flat.clone(), wide.clone(), None)
+        Box::new(buffer)
+    };
+    let whole = if kept == dtype {
+        Handle::new(read.clone(), None, None)
+    } else {
+        Handle::narrow(read.clone(), wide.clone(), None)
     };
     let mut views = Vec::with_capacity(params.len());
     for (param, &offset) in params.iter().zip(offsets) {
         let ty = &param.local;
         let is_same = ty.dtype == dtype && param.kept_dtype() == kept;
         if !is_same || offset + ty.numel() > len {
-            return Err(refuse(
+            return Err(refused(
                 &param.name,
                 format!("of type {ty} at {offset} does not fit {len} elements of {dtype}"),
             ));
         }
-        let view = flat
+        let view = read
             .narrow(0, offset, ty.numel())
             .and_then(|view| view.reshape(ty.shape.as_slice()));
         views.push(
@@ -363,8 +354,100 @@ pub(super) fn param_store(
                 .into_value(ty.clone()),
         );
     }
-    Ok(ParamStore {
-        flat: Box::new(flat_buffer),
-        views,
-    })
+    Ok(ParamStore { flat, views })
+}
+
+/// The element type of parameters, and the one in which nodes find them.
+fn store_types(params: &[Param]) -> Result<(DType, DType)> {
+    let (dtype, kept) = params.first().map_or((DType::F32, DType::F32), |param| {
+        (param.local.dtype, param.kept_dtype())
+    });
+    match (dtype, kept) {
+        (DType::F32 | DType::F64, same) if same == dtype => Ok((dtype, kept)),
+        (DType::F32, DType::BF16) => Ok((dtype, kept)),
+        _ => {
+            let how = if kept == dtype {
+                String::new()
+            } else {
+                format!(", kept in {kept}")
+            };
+            Err(refused(
+                "parameters",
+                format!(
+                    "are of type {dtype}{how}; the candle backend trains in f32 or f64, or in f32 with parameters that \
+                     are kept in bf16"
+                ),
+            ))
+        }
+    }
+}
+
+fn refused(name: &str, reason: String) -> Error {
+    Error::Backend {
+        node: name.to_owned(),
+        reason,
+    }
+}
+
+/// f32 parameters of which nodes read a copy in bf16. The copy follows each change.
+#[derive(Debug)]
+struct Masters {
+    flat: TensorBuffer,
+    copy: TensorBuffer,
+    threads: Threads,
+}
+
+impl Masters {
+    /// Rounds some of the masters into the copy.
+    fn renew(&mut self, elements: Range<usize>) {
+        let Self {
+            flat,
+            copy,
+            threads,
+        } = self;
+        flat.read(&mut |wide| {
+            let wide = &bytemuck::cast_slice(wide)[elements.clone()];
+            copy.write(&mut |bytes| {
+                let copies = &mut bytemuck::cast_slice_mut(bytes)[elements.clone()];
+                narrow(threads, wide, copies);
+            });
+        });
+    }
+}
+
+impl Buffer for Masters {
+    fn dtype(&self) -> DType {
+        self.flat.dtype()
+    }
+
+    fn len(&self) -> usize {
+        self.flat.len()
+    }
+
+    fn read(&self, f: &mut dyn FnMut(&[u8])) {
+        self.flat.read(f);
+    }
+
+    fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
+        self.flat.write(f);
+        self.written();
+    }
+
+    fn memory(&mut self) -> Memory {
+        self.flat.memory()
+    }
+
+    fn write_part(&mut self, bytes: Range<usize>, f: &mut dyn FnMut(&mut [u8])) {
+        self.flat.write_part(bytes.clone(), f);
+        let size = self.dtype().size_bytes();
+        self.renew(bytes.start / size..bytes.end / size);
+    }
+
+    fn written(&mut self) {
+        self.renew(0..self.len());
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
+        self
+    }
 }

@@ -1,4 +1,5 @@
-//! f32 products on the matrix units of a processor (AMX), which multiply bf16.
+//! Products on the matrix units of a processor (AMX), which multiply bf16: factors that are rounded
+//! to bf16 take one product of tiles, and f32 products take six.
 //!
 //! An f32 is the exact sum of three bf16, `a = a1 + a2 + a3`, each about 256 times smaller than the
 //! one before. Of the nine products of two such sums the six largest are kept. The dropped ones are
@@ -9,7 +10,7 @@
 //! Higher-Precision Computations" (2019).
 //!
 //! Parts below 2^-126 count as zero, so values below 2^-110 lose digits. Infinities and NaN cannot
-//! be split: a tile that depends on one is computed in f32.
+//! be split: a tile that depends on one is computed in f32. Rounded ones are multiplied as they are.
 //!
 //! Element (i, j) is a sum over k in blocks of [`DEPTH`], in an order that depends only on k, not
 //! on how the work is shared.
@@ -22,11 +23,14 @@ use std::ops::Range;
 
 use pulp::{NullaryFnOnce, x86::V4};
 
-use super::super::{MatMut, MatRef, Threads};
+use super::super::{MatMut, MatRef, Threads, Units};
 use super::tile::finish;
 use super::{Operand, Start, Write, gemm_inline};
-use pack::{GROUP, GROUP_LEN, LINES, Layout, MAX_PANELS, pack};
+use pack::{GROUP, LINES, Layout, MAX_PANELS, group_len, pack};
 use tiles::{Sums, Tiles, prefetch};
+
+pub(super) use pack::SPLIT;
+pub(super) use tiles::available;
 
 mod pack;
 mod tiles;
@@ -42,11 +46,11 @@ const BLOCK: usize = MAX_PANELS * LINES;
 /// pages and cache lines.
 const ROWS: usize = 4 * LINES;
 
-/// Computes `c = alpha a b + start`.
+/// Computes `c = alpha a b + start` of numbers that are split into three parts, or rounded to one.
 ///
 /// # Errors
 /// This process has no matrix units; `c` is unchanged.
-pub(super) fn product<'c, W: Operand<f32>>(
+pub(super) fn product<'c, W: Operand<f32>, const PARTS: usize>(
     simd: V4,
     threads: &Threads,
     alpha: f32,
@@ -54,7 +58,7 @@ pub(super) fn product<'c, W: Operand<f32>>(
     start: Start<'_, f32>,
     c: MatMut<'c, f32>,
 ) -> Result<(), MatMut<'c, f32>> {
-    if !tiles::available() {
+    if threads.units() < Units::Matrix || !available() {
         return Err(c);
     }
     let (height, width) = block_size(a.rows(), b.cols(), threads.num_threads());
@@ -63,9 +67,9 @@ pub(super) fn product<'c, W: Operand<f32>>(
         blocks.map(move |(j, out)| (i * height, j * width, out))
     });
     threads.for_each(blocks, |(row, col, out)| {
-        threads.with_scratch(panels_len(ROWS), |strips| {
-            threads.with_scratch(panels_len(out.cols()), |panels| {
-                simd.vectorize(Block {
+        threads.with_scratch(panels_len::<PARTS>(ROWS), |strips| {
+            threads.with_scratch(panels_len::<PARTS>(out.cols()), |panels| {
+                simd.vectorize(Block::<W, PARTS> {
                     simd,
                     threads,
                     alpha,
@@ -95,12 +99,12 @@ fn block_size(rows: usize, cols: usize, num_threads: usize) -> (usize, usize) {
 }
 
 /// Elements of packed memory for `lines` rows or columns.
-fn panels_len(lines: usize) -> usize {
-    lines.div_ceil(LINES) * DEPTH / GROUP * GROUP_LEN
+fn panels_len<const PARTS: usize>(lines: usize) -> usize {
+    lines.div_ceil(LINES) * DEPTH / GROUP * group_len(PARTS)
 }
 
 /// A block of the output, for one thread, with memory for packed operands.
-struct Block<'a, W> {
+struct Block<'a, W, const PARTS: usize> {
     simd: V4,
     threads: &'a Threads,
     alpha: f32,
@@ -112,7 +116,7 @@ struct Block<'a, W> {
     out: MatMut<'a, f32>,
 }
 
-impl<W: Operand<f32>> NullaryFnOnce for Block<'_, W> {
+impl<W: Operand<f32>, const PARTS: usize> NullaryFnOnce for Block<'_, W, PARTS> {
     type Output = ();
 
     #[inline(always)]
@@ -124,7 +128,7 @@ impl<W: Operand<f32>> NullaryFnOnce for Block<'_, W> {
     }
 }
 
-impl<W: Operand<f32>> Block<'_, W> {
+impl<W: Operand<f32>, const PARTS: usize> Block<'_, W, PARTS> {
     /// Adds the products of a range of k.
     #[inline(always)]
     fn add_depth(&mut self, tiles: &Tiles, sums: &mut Sums, k: Range<usize>) {
@@ -134,15 +138,15 @@ impl<W: Operand<f32>> Block<'_, W> {
         } else {
             Start::Output
         };
-        let panel_len = k.len().div_ceil(GROUP) * GROUP_LEN;
+        let panel_len = k.len().div_ceil(GROUP) * group_len(PARTS);
         let a = self.a.sub_cols(k.start, k.len());
         let b = self.b.sub_rows(k.start, k.len());
         let panels = &mut self.panels[..b.cols().div_ceil(LINES) * panel_len];
-        let finite_panels = pack(simd, b.transposed(), Layout::Pairs, panels);
+        let finite_panels = pack::<W, PARTS>(simd, b.transposed(), Layout::Pairs, panels);
         for (i, out) in self.out.reborrow().row_blocks(ROWS).enumerate() {
             let a = a.sub_rows(i * ROWS, out.rows());
             let strips = &mut self.strips[..out.rows().div_ceil(LINES) * panel_len];
-            let finite_strips = pack(simd, a, Layout::Lines, strips);
+            let finite_strips = pack::<f32, PARTS>(simd, a, Layout::Lines, strips);
             let strips = strips.chunks_exact(panel_len).zip(finite_strips);
             for (i, ((strip, finite), mut out)) in strips.zip(out.row_blocks(LINES)).enumerate() {
                 let a = a.sub_rows(i * LINES, out.rows());
@@ -152,7 +156,11 @@ impl<W: Operand<f32>> Block<'_, W> {
                     let start = start.columns(cols.start, cols.len());
                     if finite && finite_panel {
                         prefetch_tile(&mut out, &cols);
-                        tiles.multiply(strip, panel, sums);
+                        if PARTS == 1 {
+                            tiles.multiply_rounded(strip, panel, sums);
+                        } else {
+                            tiles.multiply(strip, panel, sums);
+                        }
                         write_tile(simd, alpha, sums, start, (&mut out, cols));
                     } else {
                         let b = b.sub_cols(cols.start, cols.len());
@@ -232,7 +240,9 @@ mod tests {
         let operands = (MatRef::new(a, m, k), MatRef::new(b, k, n));
         let out = MatMut::new(&mut c, m, n);
         match by {
-            By::MatrixUnits => product(simd, threads, 1.0, operands, Start::Zero, out).ok()?,
+            By::MatrixUnits => {
+                product::<_, SPLIT>(simd, threads, 1.0, operands, Start::Zero, out).ok()?;
+            }
             By::MultiplyAdds => {
                 blocked::product::<_, _, _, STRIP>(simd, threads, 1.0, operands, Start::Zero, out);
             }
@@ -266,6 +276,66 @@ mod tests {
             return eprintln!("skipped: no matrix units");
         };
         assert!(split < 1.2 * plain, "{split:e} against {plain:e}");
+    }
+
+    /// Products of packed operands as the tiles compute them, on any processor.
+    fn emulate((m, k, n): (usize, usize, usize), strips: &[u32], panels: &[u32]) -> Vec<f64> {
+        const SIDE: usize = LINES / 2;
+        let panel_len = k.div_ceil(GROUP) * group_len(1);
+        let tile = |line: usize, group: usize| {
+            let half = line % LINES / SIDE;
+            line / LINES * panel_len + group * group_len(1) + half * SIDE * SIDE
+        };
+        let halves = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
+        let element = |(i, j): (usize, usize)| {
+            let mut sum = 0.0;
+            for group in 0..k.div_ceil(GROUP) {
+                for pair in 0..SIDE {
+                    let a = halves(strips[tile(i, group) + i % SIDE * SIDE + pair]);
+                    let b = halves(panels[tile(j, group) + pair * SIDE + j % SIDE]);
+                    let products = a.iter().zip(b).map(|(&a, b)| f64::from(a) * f64::from(b));
+                    sum += products.sum::<f64>();
+                }
+            }
+            sum
+        };
+        (0..m * n).map(|i| element((i / n, i % n))).collect()
+    }
+
+    #[test]
+    fn rounded_operands_of_both_layouts_are_packed_as_the_tiles_read_them() {
+        let Some(simd) = V4::try_new() else {
+            return eprintln!("skipped: no AVX-512");
+        };
+        let (m, k, n) = (40, 70, 33);
+        let (mut a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
+        a[3] = f32::INFINITY;
+        let turned = |rows: usize, cols: usize, x: &[f32]| -> Vec<f32> {
+            let at = |i: usize| x[i % rows * cols + i / rows];
+            (0..rows * cols).map(at).collect()
+        };
+        let (at, bt) = (turned(m, k, &a), turned(k, n, &b));
+        let rounded = |x: f32| f64::from(half::bf16::from_f32(x).to_f32());
+        let product = |i: usize, p: usize| rounded(a[i / n * k + p]) * rounded(b[p * n + i % n]);
+        let expected: Vec<f64> = (0..m * n)
+            .map(|i| (0..k).map(|p| product(i, p)).sum())
+            .collect();
+        let pairs = [
+            (MatRef::new(&a, m, k), MatRef::new(&bt, n, k)),
+            (
+                MatRef::new(&at, k, m).transposed(),
+                MatRef::new(&b, k, n).transposed(),
+            ),
+        ];
+        for (a, b) in pairs {
+            let len = |lines: usize| lines.div_ceil(LINES) * k.div_ceil(GROUP) * group_len(1);
+            let (mut strips, mut panels) = (vec![0; len(m)], vec![0; len(n)]);
+            simd.vectorize(|| pack::<f32, 1>(simd, a, Layout::Lines, &mut strips));
+            simd.vectorize(|| pack::<f32, 1>(simd, b, Layout::Pairs, &mut panels));
+            for (found, expected) in emulate((m, k, n), &strips, &panels).iter().zip(&expected) {
+                assert!(found == expected || (found - expected).abs() < 1e-9);
+            }
+        }
     }
 
     #[test]

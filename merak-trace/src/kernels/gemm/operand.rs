@@ -9,9 +9,10 @@ use half::bf16;
 #[cfg(target_arch = "x86_64")]
 use pulp::x86::V4;
 
-use super::super::{Float, MatRef, Threads, simd::vectorize};
+use super::super::{Float, MatMut, MatRef, Threads, simd::vectorize};
 #[cfg(target_arch = "x86_64")]
-use super::{Isa, Lanes, MatMut, Start, amx};
+use super::{Isa, Lanes, amx};
+use super::{Start, product_of_halves};
 
 /// An element type whose values are all values of `T`: `T` itself, or one that takes less memory.
 ///
@@ -40,6 +41,14 @@ pub trait Operand<T: Float>: Pod + Send + Sync {
     #[cfg(target_arch = "x86_64")]
     fn widen<S: Isa>(simd: S, group: Self::Group<S>) -> T::Register<S>;
 
+    /// Computes `c = a b + start` of operands that are rounded to bf16, if `T` is `f32`.
+    fn product_of_halves(
+        threads: &Threads,
+        operands: (MatRef<'_, T>, MatRef<'_, Self>),
+        start: Start<'_, T>,
+        c: MatMut<'_, T>,
+    );
+
     /// Computes `c = alpha a b + start` on the matrix units of the processor.
     ///
     /// # Errors
@@ -66,6 +75,15 @@ impl<T: Float> Operand<T> for T {
 
     fn with_wide<R>(_: &Threads, matrix: MatRef<'_, T>, f: impl FnOnce(MatRef<'_, T>) -> R) -> R {
         f(matrix)
+    }
+
+    fn product_of_halves(
+        threads: &Threads,
+        operands: (MatRef<'_, T>, MatRef<'_, T>),
+        start: Start<'_, T>,
+        c: MatMut<'_, T>,
+    ) {
+        T::product_of_halves(threads, operands, start, c);
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -123,6 +141,15 @@ impl Operand<f32> for bf16 {
         })
     }
 
+    fn product_of_halves(
+        threads: &Threads,
+        operands: (MatRef<'_, f32>, MatRef<'_, bf16>),
+        start: Start<'_, f32>,
+        c: MatMut<'_, f32>,
+    ) {
+        product_of_halves(threads, operands, start, c);
+    }
+
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn groups<S: Isa>(slice: &[bf16]) -> &[S::Halves] {
@@ -145,7 +172,7 @@ impl Operand<f32> for bf16 {
         start: Start<'_, f32>,
         c: MatMut<'c, f32>,
     ) -> Result<(), MatMut<'c, f32>> {
-        amx::product(simd, threads, alpha, operands, start, c)
+        amx::product::<_, { amx::SPLIT }>(simd, threads, alpha, operands, start, c)
     }
 }
 
@@ -163,7 +190,6 @@ mod tests {
     use super::super::super::testing::{noise, on_any_threads};
     use super::super::{Write, gemm, gemm_bias};
     use super::*;
-    use crate::kernels::MatMut;
 
     fn narrow(seed: u64, len: usize) -> (Vec<bf16>, Vec<f32>) {
         let narrow: Vec<_> = noise::<f32>(seed, len)

@@ -53,7 +53,7 @@ pub(crate) struct Generate {
     /// Compute threads of each rank; unset: the cores shared out.
     #[arg(long)]
     threads: Option<usize>,
-    /// Element type: f32, or bf16 with an adapter.
+    /// Element type: f32 or bf16.
     #[arg(long, default_value = "f32")]
     dtype: String,
     /// Description of an adapter beside the model, as PEFT writes it.

@@ -1,8 +1,10 @@
-//! Operands of a product, split into bf16 parts and laid out as the matrix units read them.
+//! Operands of a product, split into bf16 parts or rounded to bf16, and laid out as the matrix units read them.
 #![expect(
     clippy::inline_always,
     reason = "values are split in registers only where that is inlined into its dispatch"
 )]
+
+use std::array;
 
 use pulp::{cast, f32x16, u32x16, x86::V4};
 
@@ -16,8 +18,13 @@ pub(super) const LINES: usize = 2 * SIDE;
 /// Depth of a tile.
 pub(super) const GROUP: usize = 2 * SIDE;
 
-/// Elements of a packed panel per depth of [`GROUP`]: three parts of two tiles.
-pub(super) const GROUP_LEN: usize = 3 * 2 * TILE;
+/// Parts of an f32 that is split; one that is rounded has a single part.
+pub(in super::super) const SPLIT: usize = 3;
+
+/// Elements of a packed panel per depth of [`GROUP`]: the parts of two tiles.
+pub(super) const fn group_len(parts: usize) -> usize {
+    parts * 2 * TILE
+}
 
 /// Lines of a tile, and pairs of bf16 along k in it.
 const SIDE: usize = 16;
@@ -42,40 +49,40 @@ pub(super) const MAX_PANELS: usize = 8;
 
 /// Packs lines of an operand (its rows on the left, its columns on the right), widened, with zeros
 /// past the edges, into panels of [`LINES`]. Returns for each panel whether all its elements are
-/// finite.
+/// finite, or whether a single part is all that is wanted.
 ///
 /// A pair holds elements k and k + 16 of its group, in both operands alike, so whole registers can
 /// be split.
 ///
 /// # Shapes
 ///
-/// `x: [lines, depth]`; `out`: for each panel, each [`GROUP`] of the depth, each of three parts and
-/// each of two tiles, `[16, 16]`.
+/// `x: [lines, depth]`; `out`: for each panel, each [`GROUP`] of the depth, each of the parts and each
+/// of two tiles, `[16, 16]`.
 #[inline(always)]
-pub(super) fn pack<W: Operand<f32>>(
+pub(super) fn pack<W: Operand<f32>, const PARTS: usize>(
     simd: V4,
     x: MatRef<'_, W>,
     layout: Layout,
     out: &mut [u32],
 ) -> [bool; MAX_PANELS] {
-    let panel_len = x.cols().div_ceil(GROUP) * GROUP_LEN;
+    let panel_len = x.cols().div_ceil(GROUP) * group_len(PARTS);
     let mut checks = [simd.splat_f32x16(0.0); MAX_PANELS];
     if x.has_contiguous_rows() {
         let panels = out.chunks_exact_mut(panel_len).zip(&mut checks);
         for (panel, (out, check)) in panels.enumerate() {
             let lines = LINES.min(x.rows() - panel * LINES);
             let x = x.sub_rows(panel * LINES, lines);
-            along(simd, x, layout, out, check);
+            along::<W, PARTS>(simd, x, layout, out, check);
         }
     } else {
-        across(simd, x.transposed(), layout, (out, panel_len), &mut checks);
+        across::<W, PARTS>(simd, x.transposed(), layout, (out, panel_len), &mut checks);
     }
     checks.map(|check| cast::<_, [f32; SIDE]>(check).iter().all(|&x| x == 0.0))
 }
 
 /// Packs a panel whose lines are contiguous.
 #[inline(always)]
-fn along<W: Operand<f32>>(
+fn along<W: Operand<f32>, const PARTS: usize>(
     simd: V4,
     x: MatRef<'_, W>,
     layout: Layout,
@@ -88,7 +95,7 @@ fn along<W: Operand<f32>>(
         for (i, row) in rows[..lines].iter_mut().enumerate() {
             *row = x.row(half * SIDE + i);
         }
-        for (group, out) in out.chunks_exact_mut(GROUP_LEN).enumerate() {
+        for (group, out) in out.chunks_exact_mut(group_len(PARTS)).enumerate() {
             let k = group * GROUP..x.cols().min((group + 1) * GROUP);
             let load = |i: usize| match rows[i].get(k.clone()) {
                 Some(row) if row.len() == GROUP => {
@@ -97,14 +104,14 @@ fn along<W: Operand<f32>>(
                 }
                 row => padded(row.unwrap_or_default()),
             };
-            tile(simd, load, layout == Layout::Pairs, half, out, check);
+            tile::<PARTS>(simd, load, layout == Layout::Pairs, half, out, check);
         }
     }
 }
 
 /// Packs all panels of an operand whose lines are interleaved: `x: [depth, lines]`.
 #[inline(always)]
-fn across<W: Operand<f32>>(
+fn across<W: Operand<f32>, const PARTS: usize>(
     simd: V4,
     x: MatRef<'_, W>,
     layout: Layout,
@@ -119,7 +126,7 @@ fn across<W: Operand<f32>>(
         }
         let panels = out.chunks_exact_mut(panel_len).zip(&mut *checks);
         for (panel, (out, check)) in panels.enumerate() {
-            let out = &mut out[group * GROUP_LEN..][..GROUP_LEN];
+            let out = &mut out[group * group_len(PARTS)..][..group_len(PARTS)];
             for half in 0..2 {
                 let first = panel * LINES + half * SIDE;
                 let lines = first.min(x.cols())..x.cols().min(first + SIDE);
@@ -128,7 +135,7 @@ fn across<W: Operand<f32>>(
                     row => padded(row.unwrap_or_default())[0],
                 };
                 let load = |k: usize| [load(k), load(k + SIDE)];
-                tile(simd, load, layout == Layout::Lines, half, out, check);
+                tile::<PARTS>(simd, load, layout == Layout::Lines, half, out, check);
             }
         }
     }
@@ -144,9 +151,9 @@ fn padded<W: Operand<f32>>(row: &[W]) -> [f32x16; 2] {
     cast(values)
 }
 
-/// Writes the three parts of a tile, transposed if `turned`.
+/// Writes the parts of a tile, transposed if `turned`.
 #[inline(always)]
-fn tile(
+fn tile<const PARTS: usize>(
     simd: V4,
     load: impl Fn(usize) -> [f32x16; 2],
     turned: bool,
@@ -155,10 +162,10 @@ fn tile(
     check: &mut f32x16,
 ) {
     let (out, _) = pulp::as_arrays_mut::<SIDE, _>(out);
-    let mut parts = [[simd.splat_u32x16(0); SIDE]; 3];
+    let mut parts = [[simd.splat_u32x16(0); SIDE]; PARTS];
     for i in 0..SIDE {
-        let split = split(simd, load(i), check);
-        for part in 0..3 {
+        let split: [_; PARTS] = split(simd, load(i), check);
+        for part in 0..PARTS {
             if turned {
                 parts[part][i] = split[part];
             } else {
@@ -179,18 +186,39 @@ fn tile(
 
 /// The bf16 parts of two registers, as pairs; `check` becomes NaN where an element is not finite.
 #[inline(always)]
-fn split(simd: V4, [low, high]: [f32x16; 2], check: &mut f32x16) -> [u32x16; 3] {
+fn split<const PARTS: usize>(
+    simd: V4,
+    [low, high]: [f32x16; 2],
+    check: &mut f32x16,
+) -> [u32x16; PARTS] {
+    if PARTS == 1 {
+        return [pair(simd, rounded(simd, low), rounded(simd, high)); PARTS];
+    }
     let (low, high) = (parts(simd, low, check), parts(simd, high, check));
-    [
-        pair(simd, low[0], high[0]),
-        pair(simd, low[1], high[1]),
-        pair(simd, low[2], high[2]),
-    ]
+    array::from_fn(
+        #[inline(always)]
+        |part| pair(simd, low[part], high[part]),
+    )
+}
+
+/// The nearest bf16 of each element, ties to even, in the upper half; a NaN stays one.
+#[inline(always)]
+fn rounded(simd: V4, x: f32x16) -> u32x16 {
+    const QUIET: u32 = 0x0040_0000;
+    let bits: u32x16 = cast(x);
+    let odd = simd.and_u32x16(simd.shr_const_u32x16::<16>(bits), simd.splat_u32x16(1));
+    let half = simd.wrapping_add_u32x16(odd, simd.splat_u32x16(0x7fff));
+    let quiet = simd.or_u32x16(bits, simd.splat_u32x16(QUIET));
+    simd.select_u32x16(
+        simd.is_nan_f32x16(x),
+        quiet,
+        simd.wrapping_add_u32x16(bits, half),
+    )
 }
 
 /// The bf16 parts of a register, in the upper halves of f32.
 #[inline(always)]
-fn parts(simd: V4, x: f32x16, check: &mut f32x16) -> [u32x16; 3] {
+fn parts(simd: V4, x: f32x16, check: &mut f32x16) -> [u32x16; SPLIT] {
     let upper = simd.splat_u32x16(UPPER);
     let first = simd.and_u32x16(cast(x), upper);
     let rest = simd.sub_f32x16(x, cast(first));

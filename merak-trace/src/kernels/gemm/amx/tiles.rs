@@ -11,10 +11,10 @@ use std::sync::OnceLock;
 
 use pulp::f32x16;
 
-use super::pack::{GROUP_LEN, LINES};
+use super::pack::{LINES, SPLIT, group_len};
 
 /// Whether this processor has the units and the system lets this process use them.
-pub(super) fn available() -> bool {
+pub(in super::super) fn available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| {
         const TILE: u32 = 1 << 24;
@@ -133,7 +133,52 @@ impl Tiles {
         }
     }
 
-    /// Multiplies a packed strip by a packed panel, which have the same depth.
+    /// Multiplies a packed strip by a packed panel of rounded numbers, which have the same depth.
+    ///
+    /// # Panics
+    ///
+    /// If the operands differ in their number of groups, or one has a partial group.
+    #[expect(
+        clippy::unused_self,
+        reason = "holding it shows that the tiles are configured"
+    )]
+    pub(super) fn multiply_rounded(&self, left: &[u32], right: &[u32], sums: &mut Sums) {
+        let groups = groups(left, right, 1);
+        // SAFETY: the tiles are configured on this thread as long as `self` lives. The loop reads
+        // `groups` times 2 KiB from both operands, which hold as much, and the last part writes the
+        // 4 KiB of `sums`. The registers of the tiles are used nowhere else.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "2:",
+                "tileloadd tmm4, [{a} + {row}]",
+                "tileloadd tmm5, [{a} + {row} + 1024]",
+                "tileloadd tmm6, [{b} + {row}]",
+                "tileloadd tmm7, [{b} + {row} + 1024]",
+                four_products!(),
+                "add {a}, 2048",
+                "add {b}, 2048",
+                "dec {n}",
+                "jnz 2b",
+                "mov {row}, 128",
+                "tilestored [{c} + {row}], tmm0",
+                "tilestored [{c} + {row} + 64], tmm1",
+                "tilestored [{c} + {row} + 2048], tmm2",
+                "tilestored [{c} + {row} + 2112], tmm3",
+                a = inout(reg) left.as_ptr() => _,
+                b = inout(reg) right.as_ptr() => _,
+                c = in(reg) &raw mut *sums,
+                n = inout(reg) groups => _,
+                row = inout(reg) 64_usize => _,
+                options(nostack),
+            );
+        }
+    }
+
+    /// Multiplies a packed strip by a packed panel of split numbers, which have the same depth.
     ///
     /// The five smaller products of parts are summed first, while the sums are small, then the
     /// largest.
@@ -146,8 +191,7 @@ impl Tiles {
         reason = "holding it shows that the tiles are configured"
     )]
     pub(super) fn multiply(&self, left: &[u32], right: &[u32], sums: &mut Sums) {
-        let groups = left.len() / GROUP_LEN;
-        assert!(groups > 0 && left.len() == groups * GROUP_LEN && right.len() == left.len());
+        let groups = groups(left, right, SPLIT);
         let bytes = size_of_val(left);
         // SAFETY: the tiles are configured on this thread as long as `self` lives. The loops read
         // `groups` times 6 KiB from both operands, which hold as much, and the last part writes the
@@ -217,6 +261,14 @@ impl Tiles {
             );
         }
     }
+}
+
+/// The groups of two operands, which must be whole and as many.
+fn groups(left: &[u32], right: &[u32], parts: usize) -> usize {
+    let len = group_len(parts);
+    let groups = left.len() / len;
+    assert!(groups > 0 && left.len() == groups * len && right.len() == left.len());
+    groups
 }
 
 impl Drop for Tiles {

@@ -1,0 +1,359 @@
+//! Products of operands that are rounded to bf16, by AVX-512-BF16.
+//!
+//! Blocked as the products of `f32` in `blocked.rs`, with pairs of bf16 in the place of numbers:
+//! one instruction multiplies twice as many. Sums are `f32`.
+//!
+//! Element (i, j) is a sum over k in blocks of [`DEPTH`], each in ascending order of pairs. It
+//! depends neither on the other rows and columns nor on how the work is shared.
+#![expect(
+    clippy::inline_always,
+    reason = "a tile stays in registers only where it is inlined into its dispatch"
+)]
+
+use std::ops::Range;
+
+use pulp::{NullaryFnOnce, cast, f32x16, u32x16, x86::V4};
+
+use super::super::{MatMut, MatRef, Threads};
+use super::Start;
+use super::halves::Halves;
+use super::pack::turn_square;
+use super::pairs::{PAIRED, Pairs};
+use super::tile::{STRIP, finish};
+
+/// Elements along k that are multiplied before the sums are written.
+const DEPTH: usize = 1024;
+
+/// Pairs between two rows of a strip: the depth and a cache line, so that rows do not fall into one
+/// set of the cache.
+const ROW: usize = DEPTH / 2 + LANES;
+
+/// Pairs of a register.
+const LANES: usize = 16;
+
+/// Columns of a panel: two registers.
+const WIDTH: usize = 2 * LANES;
+
+/// Strips that are packed together: whole registers of rows.
+const GROUP: usize = 8;
+const GROUP_ROWS: usize = GROUP * STRIP;
+
+/// Most panels of a block: they stay in a second-level cache of 1 MiB beside what else passes it.
+const MOST_PANELS: usize = 8;
+
+/// Order of the pairs of a packed strip: the one that needs no transpose of the operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Order {
+    /// Rows, each [`ROW`] pairs after the last.
+    Rows,
+    /// Columns, each as long as a strip has rows.
+    Columns,
+}
+
+/// Computes `c = a b + start`.
+pub(super) fn product<W: Halves>(
+    simd: Pairs,
+    threads: &Threads,
+    (a, b): (MatRef<'_, f32>, MatRef<'_, W>),
+    start: Start<'_, f32>,
+    mut c: MatMut<'_, f32>,
+) {
+    let block_width = WIDTH * block_panels(b.cols().div_ceil(WIDTH), threads.num_threads());
+    let order = if a.has_contiguous_rows() {
+        Order::Rows
+    } else {
+        Order::Columns
+    };
+    for k in (0..a.cols()).step_by(DEPTH) {
+        let depth = DEPTH.min(a.cols() - k);
+        let pairs = depth.div_ceil(2);
+        let (a, b) = (a.sub_cols(k, depth), b.sub_rows(k, depth));
+        let start = if k == 0 { start } else { Start::Output };
+        threads.with_scratch(a.rows().div_ceil(STRIP) * STRIP * ROW, |strips| {
+            let groups = strips.chunks_mut(GROUP * STRIP * ROW).enumerate();
+            threads.for_each(groups, |(i, out)| {
+                let rows = GROUP_ROWS.min(a.rows() - i * GROUP_ROWS);
+                let a = a.sub_rows(i * GROUP_ROWS, rows);
+                simd.vectorize(PackLeft {
+                    simd,
+                    order,
+                    a,
+                    out,
+                });
+            });
+            let blocks = c.reborrow().col_blocks(block_width).enumerate();
+            threads.for_each(blocks, |(i, out)| {
+                let (col, cols) = (i * block_width, out.cols());
+                threads.with_scratch(pairs * cols.next_multiple_of(WIDTH), |panels| {
+                    simd.vectorize(Block {
+                        simd,
+                        order,
+                        strips,
+                        b: b.sub_cols(col, cols),
+                        panels,
+                        start: start.columns(col, cols),
+                        out,
+                    });
+                });
+            });
+        });
+    }
+}
+
+/// Panels of a block, so that all threads get equally many blocks.
+fn block_panels(panels: usize, num_threads: usize) -> usize {
+    let rounds = panels.div_ceil(num_threads * MOST_PANELS);
+    panels.div_ceil(num_threads * rounds).max(1)
+}
+
+/// Packs some strips of a left operand. Pairs past its rows are unspecified.
+struct PackLeft<'a> {
+    simd: Pairs,
+    order: Order,
+    a: MatRef<'a, f32>,
+    out: &'a mut [u32],
+}
+
+impl NullaryFnOnce for PackLeft<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let Self {
+            simd,
+            order,
+            a,
+            out,
+        } = self;
+        match order {
+            Order::Rows => {
+                for (row, out) in out.chunks_exact_mut(ROW).take(a.rows()).enumerate() {
+                    let out = pulp::as_arrays_mut::<LANES, _>(out).0;
+                    let row = a.row(row).chunks(PAIRED);
+                    for (x, out) in row.zip(out) {
+                        *out = cast(along(simd, x));
+                    }
+                }
+            }
+            Order::Columns => {
+                let lines = a.transposed();
+                for pair in 0..a.cols().div_ceil(2) {
+                    let mut pairs = [0; GROUP_ROWS];
+                    each_across(simd, lines, pair, |i, x| {
+                        pairs[i * LANES..][..LANES].copy_from_slice(&cast::<_, [u32; LANES]>(x));
+                    });
+                    let strips = out.chunks_exact_mut(STRIP * ROW);
+                    for (strip, pairs) in strips.zip(pairs.chunks_exact(STRIP)) {
+                        strip[pair * STRIP..][..STRIP].copy_from_slice(pairs);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A block of the output, for one thread, with memory for the packed right operand.
+struct Block<'a, W> {
+    simd: Pairs,
+    order: Order,
+    strips: &'a [u32],
+    b: MatRef<'a, W>,
+    panels: &'a mut [u32],
+    start: Start<'a, f32>,
+    out: MatMut<'a, f32>,
+}
+
+impl<W: Halves> NullaryFnOnce for Block<'_, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let Self {
+            simd,
+            order,
+            strips,
+            b,
+            panels,
+            start,
+            mut out,
+        } = self;
+        let panel_len = b.rows().div_ceil(2) * WIDTH;
+        pack_right(simd, b, panel_len, panels);
+        let num_rows = out.rows();
+        for (i, strip) in strips.chunks_exact(STRIP * ROW).enumerate() {
+            let rows = STRIP.min(num_rows - i * STRIP);
+            for (j, panel) in panels.chunks_exact(panel_len).enumerate() {
+                let cols = j * WIDTH..out.cols().min((j + 1) * WIDTH);
+                let mut tile = Tile {
+                    simd,
+                    order,
+                    strip,
+                    panel,
+                    start: start.columns(cols.start, cols.len()),
+                    cols,
+                    first: i * STRIP,
+                    rows,
+                    out: out.reborrow(),
+                };
+                // The rows left at the lower edge are computed in smaller groups.
+                let mut row = 0;
+                row = tile.rows::<STRIP>(row);
+                row = tile.rows::<8>(row);
+                row = tile.rows::<4>(row);
+                row = tile.rows::<2>(row);
+                tile.rows::<1>(row);
+            }
+        }
+    }
+}
+
+/// A strip times a panel.
+struct Tile<'a> {
+    simd: Pairs,
+    order: Order,
+    strip: &'a [u32],
+    panel: &'a [u32],
+    start: Start<'a, f32>,
+    cols: Range<usize>,
+    first: usize,
+    rows: usize,
+    out: MatMut<'a, f32>,
+}
+
+impl Tile<'_> {
+    /// Computes whole groups of R rows from `row` on; returns the next row.
+    #[inline(always)]
+    fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
+        while row + R <= self.rows {
+            let (panel, _) = pulp::as_arrays::<WIDTH, _>(self.panel);
+            let panel = &panel[..panel.len().min(DEPTH / 2)];
+            let sums: [_; R] = match self.order {
+                Order::Rows => {
+                    let (rows, _) = pulp::as_arrays::<ROW, _>(&self.strip[row * ROW..]);
+                    let rows: &[[u32; ROW]; R] = rows[..R].try_into().expect("R rows were taken");
+                    sums(self.simd, panel, |k, row| rows[row][k])
+                }
+                Order::Columns => {
+                    let (columns, _) = pulp::as_arrays::<STRIP, _>(&self.strip[row..]);
+                    let columns = &columns[..panel.len()];
+                    sums(self.simd, panel, |k, row| columns[k][row])
+                }
+            };
+            for (i, sums) in sums.iter().enumerate() {
+                let out = &mut self.out.row_mut(self.first + row + i)[self.cols.clone()];
+                finish::<V4, f32>(self.simd.wide, 1.0, sums, self.start, out);
+            }
+            row += R;
+        }
+        row
+    }
+}
+
+/// Sums over k of R rows times a packed panel.
+#[inline(always)]
+fn sums<const R: usize>(
+    simd: Pairs,
+    panel: &[[u32; WIDTH]],
+    left: impl Fn(usize, usize) -> u32,
+) -> [[f32x16; 2]; R] {
+    let mut sums = [[simd.wide.splat_f32x16(0.0); 2]; R];
+    for (k, b) in panel.iter().enumerate() {
+        let [b0, b1]: [u32x16; 2] = cast(*b);
+        for (row, [s0, s1]) in sums.iter_mut().enumerate() {
+            let a = simd.wide.splat_u32x16(left(k, row));
+            *s0 = simd.dot(a, b0, *s0);
+            *s1 = simd.dot(a, b1, *s1);
+        }
+    }
+    sums
+}
+
+/// Packs a right operand into panels of [`WIDTH`] columns, pair by pair, with zeros past the edges.
+#[inline(always)]
+fn pack_right<W: Halves>(simd: Pairs, b: MatRef<'_, W>, panel_len: usize, out: &mut [u32]) {
+    if b.has_contiguous_rows() {
+        for pair in 0..b.rows().div_ceil(2) {
+            each_across(simd, b, pair, |i, x| {
+                let out = &mut out[i / 2 * panel_len + pair * WIDTH + i % 2 * LANES..][..LANES];
+                out.copy_from_slice(&cast::<_, [u32; LANES]>(x));
+            });
+            if b.cols().div_ceil(LANES) % 2 == 1 {
+                let last = b.cols() / WIDTH * panel_len + pair * WIDTH + LANES;
+                out[last..][..LANES].fill(0);
+            }
+        }
+        return;
+    }
+    let lines = b.transposed();
+    for (panel, out) in out.chunks_exact_mut(panel_len).enumerate() {
+        for half in 0..2 {
+            let first = panel * WIDTH + half * LANES;
+            turn(simd, lines, first, &mut out[half * LANES..]);
+        }
+    }
+}
+
+/// Writes some lines as columns of pairs, with zeros past the last line.
+#[inline(always)]
+fn turn<W: Halves>(simd: Pairs, lines: MatRef<'_, W>, first: usize, out: &mut [u32]) {
+    let mut rows = [&[][..]; LANES];
+    for (i, row) in rows
+        .iter_mut()
+        .take(lines.rows().saturating_sub(first))
+        .enumerate()
+    {
+        *row = lines.row(first + i);
+    }
+    for (square, out) in out.chunks_mut(LANES * WIDTH).enumerate() {
+        let ks = square * PAIRED..lines.cols().min((square + 1) * PAIRED);
+        let mut pairs = [simd.wide.splat_f32x16(0.0); LANES];
+        for (pairs, row) in pairs.iter_mut().zip(&rows) {
+            *pairs = cast(along(simd, row.get(ks.clone()).unwrap_or_default()));
+        }
+        turn_square::<V4, f32>(simd.wide, &mut pairs);
+        for (out, pairs) in out.chunks_mut(WIDTH).zip(pairs) {
+            out[..LANES].copy_from_slice(&cast::<_, [u32; LANES]>(pairs));
+        }
+    }
+}
+
+/// Neighbours along k as pairs, with zeros behind them if they are too few.
+#[inline(always)]
+fn along<W: Halves>(simd: Pairs, x: &[W]) -> u32x16 {
+    match x.try_into() {
+        Ok(x) => W::along(simd, x),
+        Err(_) => W::along(simd, &padded(x)),
+    }
+}
+
+/// Calls `put` with pairs of elements of two neighbouring lines, register by register.
+#[inline(always)]
+fn each_across<W: Halves>(
+    simd: Pairs,
+    lines: MatRef<'_, W>,
+    pair: usize,
+    mut put: impl FnMut(usize, u32x16),
+) {
+    let line = lines.row(2 * pair);
+    let next = if 2 * pair + 1 < lines.rows() {
+        lines.row(2 * pair + 1)
+    } else {
+        &[]
+    };
+    for (i, x) in line.chunks(LANES).enumerate() {
+        let next = next.get(i * LANES..i * LANES + x.len()).unwrap_or_default();
+        let pairs = match (x.try_into(), next.try_into()) {
+            (Ok(x), Ok(next)) => W::across(simd, x, next),
+            _ => W::across(simd, &padded(x), &padded(next)),
+        };
+        put(i, pairs);
+    }
+}
+
+/// An array of too few elements, filled up with zeros.
+#[cold]
+fn padded<W: Halves, const N: usize>(x: &[W]) -> [W; N] {
+    let mut padded = [W::zeroed(); N];
+    padded[..x.len()].copy_from_slice(x);
+    padded
+}
