@@ -178,9 +178,9 @@ impl Launch {
         Ok(launch)
     }
 
-    /// Tells rank 0 that this process cannot join because of `error`, which
-    /// [`Launch::from_env`] has returned. Its rendezvous then ends with the reason on all ranks, and
-    /// nobody waits for this process until the deadline.
+    /// Tells rank 0 that this process cannot join because of `error`, which [`Launch::from_env`]
+    /// has returned. Its rendezvous then ends with the reason on all ranks, and nobody waits for
+    /// this process until the deadline.
     ///
     /// Does nothing unless variables such as torchrun's say where rank 0 is; gives up where it is
     /// not found within `patience`.
