@@ -119,12 +119,12 @@ mod error;
 mod exchange;
 mod flat;
 mod layout;
+mod learning_rate;
 mod loss_scaler;
 mod norm;
 mod optimizer;
 mod params;
 mod products;
-mod schedule;
 mod stage;
 mod state;
 #[cfg(feature = "tch")]
@@ -140,6 +140,9 @@ pub use device::{DeviceError, Step, StepDevice, StepRange};
 pub use error::{Error, Result};
 pub use exchange::{Gatherer, PendingBucket};
 pub use layout::{Bucket, FlatLayout, Part};
+pub use learning_rate::{
+    DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, NumberKwarg, warmup_steps,
+};
 pub use loss_scaler::{DynamicScaling, LossScaler, LossScaling, ScalerState};
 pub use norm::{GradNorm, sums_of_squares};
 pub use optimizer::{
@@ -148,9 +151,6 @@ pub use optimizer::{
 };
 pub use params::{GlobalParams, ParamSpec, TensorCut};
 pub use products::{Matrix, MatrixProducts, PlainProducts};
-pub use schedule::{
-    DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, NumberKwarg, warmup_steps,
-};
 pub use stage::ZeroStage;
 pub use state::{OwnedState, StateSlice};
 pub use tensors::TensorOptimizer;

@@ -7,8 +7,8 @@ use merak_pipe::Size;
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
 use super::{
-    arguments::MerakArguments,
     choice::{PartitionMethod, RecomputeMode},
+    keys::MerakArguments,
     schedule::TrainSchedule,
 };
 use crate::error::{ConfigError, Error, Result};
