@@ -7,7 +7,6 @@
 //!                 CheckedArguments
 //! ```
 
-mod arguments;
 mod check;
 mod checked;
 mod choice;
@@ -16,6 +15,7 @@ mod folders;
 mod foreign;
 mod help;
 mod key;
+mod keys;
 mod layer;
 mod lines;
 mod nearest;
@@ -41,10 +41,6 @@ pub(crate) use self::folders::RESOLVED;
 pub(crate) use self::nearest::nearest;
 use self::nearest::nearest_key;
 pub use self::{
-    arguments::{
-        AutopipeArguments, ComputeArguments, DataArguments, DistributedArguments, MerakArguments,
-        ModelArguments, TpLayerListArguments, keys,
-    },
     checked::CheckedArguments,
     choice::{
         BackendChoice, BestMetric, ComputeUnits, CostSource, DataFormat, Device, EngineChoice,
@@ -52,6 +48,10 @@ pub use self::{
     },
     help::{key_help, key_page},
     key::Key,
+    keys::{
+        AutopipeArguments, ComputeArguments, DataArguments, DistributedArguments, MerakArguments,
+        ModelArguments, TpLayerListArguments, keys,
+    },
     layer::{Given, VARIABLES},
     origin::Origin,
     range::Range,

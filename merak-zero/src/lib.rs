@@ -120,12 +120,12 @@ mod exchange;
 mod flat;
 mod gathering;
 mod layout;
+mod learning_rate;
 mod loss_scaler;
 mod norm;
 mod optimizer;
 mod params;
 mod products;
-mod schedule;
 mod stage;
 mod state;
 #[cfg(feature = "tch")]
@@ -141,6 +141,9 @@ pub use device::{DeviceError, Step, StepDevice, StepRange};
 pub use error::{Error, Result};
 pub use gathering::{Arrivals, Gatherer, PendingBucket};
 pub use layout::{Bucket, FlatLayout, Part};
+pub use learning_rate::{
+    DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, NumberKwarg, warmup_steps,
+};
 pub use loss_scaler::{DynamicScaling, LossScaler, LossScaling, ScalerState};
 pub use norm::{GradNorm, sums_of_squares};
 pub use optimizer::{
@@ -149,9 +152,6 @@ pub use optimizer::{
 };
 pub use params::{GlobalParams, ParamSpec, TensorCut};
 pub use products::{Matrix, MatrixProducts, PlainProducts};
-pub use schedule::{
-    DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, NumberKwarg, warmup_steps,
-};
 pub use stage::ZeroStage;
 pub use state::{OwnedState, StateSlice};
 pub use tensors::TensorOptimizer;

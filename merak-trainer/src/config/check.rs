@@ -12,11 +12,11 @@ use merak_pipe::Size;
 use merak_zero::{LrSchedule, OptimizerKind};
 
 use super::{
-    arguments::{MerakArguments, keys},
     checked::CheckedArguments,
     choice::{
         BackendChoice, CostSource, DataFormat, Device, EngineChoice, PartitionMethod, RecomputeMode,
     },
+    keys::{MerakArguments, keys},
     range::Number,
     schedule::TrainSchedule,
     special::Ratios,

@@ -8,8 +8,8 @@ use merak_trace::backend::candle::Products;
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
 use super::{
-    arguments::MerakArguments,
     choice::{BackendChoice, PartitionMethod, RecomputeMode},
+    keys::MerakArguments,
     schedule::TrainSchedule,
 };
 use crate::error::{ConfigError, Error, Result};

@@ -11,8 +11,8 @@ use toml::{
 use yaml_rust2::{Yaml, YamlLoader};
 
 use super::{
-    arguments::SECTIONS,
     folders::no_configuration,
+    keys::SECTIONS,
     layer::{Entry, push_value},
     lines::{Lines, key_lines},
     origin::Origin,

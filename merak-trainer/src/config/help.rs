@@ -1,6 +1,6 @@
 //! Every key with its type, default and meaning: for `merak config --help-keys` and for a page.
 
-use super::{arguments::keys, key::Key, shown, toml_of_json};
+use super::{key::Key, keys::keys, shown, toml_of_json};
 use serde_json::Value;
 use std::fmt::Write as _;
 

@@ -7,8 +7,8 @@ use merak_ckpt::words::pasted_dash;
 use serde_json::Value;
 
 use super::{
-    arguments::{SECTIONS, keys},
     key::Raw,
+    keys::{SECTIONS, keys},
     origin::Origin,
     reserved::RESERVED,
     setting::Setting,

@@ -1,7 +1,7 @@
 //! The nearest known name to one that was mistyped.
 
 use super::{
-    arguments::{SECTIONS, keys},
+    keys::{SECTIONS, keys},
     reserved::RESERVED,
 };
 use crate::error::{ConfigError, Error};
