@@ -243,11 +243,13 @@ impl RankStages {
         let buffers = self.grads.buffers.iter();
         let state = self.optimizer.state();
         let elements: usize = state.slices().map(|slice| slice.values.len()).sum();
+        let resident = self.buckets.as_ref().map_or(0, |b| b.num_resident_bytes());
         MemoryNeed {
-            weights: self.params.num_bytes(),
+            weights: self.params.num_bytes() + resident,
             gradients: buffers.map(|b| b.len() * b.dtype().size_bytes()).sum(),
             optimizer: elements * size_of::<f32>(),
-            activations: self.peak_activation_bytes(),
+            // The backend counts gathered weights as activations.
+            activations: self.peak_activation_bytes().saturating_sub(resident),
             pool: 0,
             largest: None,
         }

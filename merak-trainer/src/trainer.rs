@@ -36,7 +36,6 @@ use crate::{
 use merak_mpu::{Group, Mpu, ReduceOp};
 use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
 use merak_trace::{Units, backend::candle::Products};
-use merak_zero::ZeroStage;
 use std::{
     collections::BTreeMap,
     fmt,
@@ -544,7 +543,7 @@ fn link(mpu: &Mpu, args: &CheckedArguments, turns: &Group) -> GroupLink {
 /// The ranks that compute an action of training or evaluation together: those that may wait for
 /// each other within it.
 fn turns<'a>(mpu: &'a Mpu, args: &CheckedArguments) -> &'a Group {
-    if args.zero_stage >= ZeroStage::Gradients {
+    if args.waits_for_replicas() {
         mpu.stage_group()
     } else {
         mpu.tensor_parallel_group()

@@ -65,7 +65,7 @@ impl Exchange {
             owned_starts: layout.buckets().iter().map(start).collect(),
             sharded: is_divided(ZeroStage::OptimizerState),
             grads: extent(ZeroStage::Gradients),
-            params: extent(ZeroStage::Parameters),
+            params: extent(config.params_divided_from()),
             group,
             scale_before: before as f32,
             scale_after: after as f32,

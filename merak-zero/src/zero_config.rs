@@ -23,6 +23,9 @@ pub struct ZeroConfig {
     pub prescale_gradients: bool,
     /// The divisor before the sum; 1 stands for the number of ranks.
     pub gradient_predivide_factor: f64,
+    /// Whether parameters are masters of weights that the caller keeps in 16 bits. From stage 1 on
+    /// each rank then keeps the masters that it owns alone, and the ranks gather weights.
+    pub has_masters: bool,
     /// Threads that this rank may use for updates and norms; the results do not depend on it.
     pub threads: usize,
 }
@@ -38,6 +41,7 @@ impl Default for ZeroConfig {
             gather_bucket_size: 500_000_000,
             prescale_gradients: false,
             gradient_predivide_factor: 1.0,
+            has_masters: false,
             threads: 1,
         }
     }
@@ -133,6 +137,15 @@ pub struct ElementBytes {
 }
 
 impl ZeroConfig {
+    /// The first stage whose ranks keep the parameters that they own alone.
+    pub(crate) fn params_divided_from(&self) -> ZeroStage {
+        if self.has_masters {
+            ZeroStage::OptimizerState
+        } else {
+            ZeroStage::Parameters
+        }
+    }
+
     /// What each of `replicas` ranks with the same parameters keeps for an element of them.
     ///
     /// ```
@@ -150,7 +163,7 @@ impl ZeroConfig {
             weight_ranks: divided_from(ZeroStage::Parameters),
             master: KeptBytes {
                 bytes: float,
-                ranks: divided_from(ZeroStage::Parameters),
+                ranks: divided_from(self.params_divided_from()),
             },
             gradient: KeptBytes {
                 bytes: float,

@@ -54,8 +54,9 @@ pub struct UpdateReport {
 ///
 /// Where gradients [are divided](ZeroOptimizer::divides_gradients), from stage 2 on with several
 /// replicas, their buffer has the [owned](OwnedState::blocks) elements alone, in flat order, and
-/// starts from zero in each step; [`ZeroOptimizer::add_bucket`] adds to it. In stage 3 the buffer
-/// of parameters has these elements alone too, and [`ZeroOptimizer::gatherer`] gathers the others.
+/// starts from zero in each step; [`ZeroOptimizer::add_bucket`] adds to it. In stage 3, or from
+/// stage 1 on if they are [masters](ZeroConfig::has_masters), the buffer of parameters has these
+/// elements alone too, and [`ZeroOptimizer::gatherer`] gathers the others.
 #[derive(Debug)]
 pub struct ZeroOptimizer {
     layout: FlatLayout,
@@ -98,7 +99,8 @@ impl ZeroOptimizer {
         let num_ranks = data_sequence.world_size();
         let is_whole = |spec: &ParamSpec| config.optimizer.needs_whole(spec);
         let bucket_size = config.reduce_bucket_size;
-        let layout = if config.stage >= ZeroStage::Gradients && num_ranks > 1 {
+        let comes_and_goes = ZeroStage::Gradients.min(config.params_divided_from());
+        let layout = if config.stage >= comes_and_goes && num_ranks > 1 {
             FlatLayout::with_whole_buckets(params, bucket_size, num_ranks, is_whole)?
         } else {
             FlatLayout::with_whole(params, bucket_size, num_ranks, is_whole)?

@@ -5,7 +5,7 @@ use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 use merak_mpu::{DType, Degrees, Rank, Topology};
 use merak_pipe::Size;
 use merak_trace::backend::candle::Products;
-use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
+use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, ZeroStage, warmup_steps};
 
 use super::{
     choice::{BackendChoice, PartitionMethod, RecomputeMode},
@@ -231,6 +231,23 @@ impl CheckedArguments {
         }
     }
 
+    /// Whether trained weights have 16 bits and masters of `f32`. Beside an adapter, which is of
+    /// `f32`, only frozen ones have 16 bits.
+    fn has_masters(&self) -> bool {
+        (self.bf16 || self.fp16) && self.lora_config.is_none()
+    }
+
+    /// Whether a rank waits for its replicas within a pass: for gradients from stage 2 on, for
+    /// weights that stand beside masters from stage 1 on.
+    pub(crate) fn waits_for_replicas(&self) -> bool {
+        let first = if self.has_masters() {
+            ZeroStage::OptimizerState
+        } else {
+            ZeroStage::Gradients
+        };
+        self.zero_stage >= first
+    }
+
     /// How gradients are reduced and weights updated, with `threads` compute threads on each rank.
     pub fn zero_config(&self, threads: usize) -> ZeroConfig {
         ZeroConfig {
@@ -259,6 +276,7 @@ impl CheckedArguments {
             gather_bucket_size: self.zero_allgather_bucket_size,
             prescale_gradients: self.prescale_gradients,
             gradient_predivide_factor: self.gradient_predivide_factor,
+            has_masters: self.has_masters(),
             threads,
         }
     }

@@ -8,7 +8,7 @@ use merak_trace::{
     Error as TraceError, Param, Params, Phase, Result as TraceResult, SharedBackend, StageProgram,
     Value,
 };
-use merak_zero::{Gatherer, PendingBucket, ZeroOptimizer};
+use merak_zero::{Gatherer, PendingBucket, ZeroOptimizer, ZeroStage};
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -178,6 +178,9 @@ pub(crate) struct Buckets {
     memory: ParamMemory,
     backend: SharedBackend,
     contents: Vec<Contents>,
+    /// Whether buckets stay from one write of the parameters to the next: those of weights in 16
+    /// bits, in stages 1 and 2.
+    stay: bool,
     /// By position in the rank's table.
     place_of: BTreeMap<usize, Place>,
     states: Mutex<States>,
@@ -265,6 +268,7 @@ impl Buckets {
                 writes: 0,
             }),
             contents,
+            stay: optimizer.config().stage < ZeroStage::Parameters,
             place_of,
         }))
     }
@@ -286,11 +290,20 @@ impl Buckets {
         Ok(())
     }
 
-    /// Frees all buckets.
+    /// Frees all buckets but those that stay.
     pub(super) fn unpin(&self) {
         let mut states = lock(&self.states);
         states.pinned = false;
-        states.buckets.fill_with(State::default);
+        if !self.stay {
+            states.buckets.fill_with(State::default);
+        }
+    }
+
+    /// Bytes of the weights that stay.
+    pub(super) fn num_resident_bytes(&self) -> usize {
+        let params = self.contents.iter().flat_map(|bucket| &bucket.params);
+        let bytes = params.map(Param::kept_bytes);
+        if self.stay { bytes.sum() } else { 0 }
     }
 
     /// The values of all divided parameters in `f32`, in the order of the layout. All replicas call
@@ -316,7 +329,7 @@ impl Buckets {
     /// Frees the buckets of the pass before, but for the one that the next begins with.
     fn begin_with(&self, first: Option<usize>) {
         let mut states = lock(&self.states);
-        if !states.pinned {
+        if !(states.pinned || self.stay) {
             let others = states.buckets.iter_mut().enumerate();
             let others = others.filter(|(bucket, _)| Some(*bucket) != first);
             others.for_each(|(_, state)| *state = State::Freed);
@@ -347,7 +360,7 @@ impl Buckets {
             }
         };
         let seen = look(&values);
-        if states.pinned || !visit.is_last {
+        if states.pinned || self.stay || !visit.is_last {
             states.buckets[visit.bucket] = State::Here(values);
         }
         if let Some(next) = visit.next
