@@ -318,6 +318,12 @@ impl HfFolder {
         self.weights
     }
 
+    /// Names of the files of the weights, in ascending order.
+    pub fn weight_files(&self) -> Vec<&str> {
+        let files = self.weights.manifest().files.iter();
+        files.map(|file| file.name.as_str()).collect()
+    }
+
     /// Names of the files beside the weights that belong to the model.
     pub fn companions(&self) -> Vec<&'static str> {
         let is_there = |name: &&str| self.path().join(name).is_file();

@@ -1,7 +1,7 @@
 //! The memory that collectives and sends move.
 
 use crate::{DType, Element, Error, Result, pages::zeroed};
-use std::{any::Any, fmt};
+use std::{any::Any, fmt, ops::Range};
 
 /// Where the elements of a [`Buffer`] lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +55,11 @@ pub trait Buffer: Any + Send + Sync + fmt::Debug {
 
     /// Calls `f` once with the bytes of the buffer for writing, aligned for the element type.
     fn write(&mut self, f: &mut dyn FnMut(&mut [u8]));
+
+    /// The same with some of the bytes, where whole elements lie.
+    fn write_part(&mut self, bytes: Range<usize>, f: &mut dyn FnMut(&mut [u8])) {
+        self.write(&mut |all| f(&mut all[bytes.clone()]));
+    }
 
     /// Where the elements lie until the buffer is dropped or turned into another type, wherever
     /// the box is moved. An engine gives this address to a library that works on while the engine

@@ -1,7 +1,12 @@
 //! What every engine offers to the members of a group.
 
 use crate::{Buffer, Call, DType, Rank, Result};
-use std::{fmt, sync::Arc, thread, time::Instant};
+use std::{
+    fmt,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 /// How the elements of several ranks become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -105,8 +110,13 @@ impl<T> Pending<T> {
         }
     }
 
-    /// The same operation, which takes at least until a moment.
-    pub(crate) fn delayed_until(self, moment: Instant) -> Self
+    /// The same operation, which takes at least until a moment; `waited` gets how long its end was
+    /// waited for because of that.
+    pub(crate) fn delayed_until(
+        self,
+        moment: Instant,
+        waited: impl FnOnce(Duration) + Send + 'static,
+    ) -> Self
     where
         T: 'static,
     {
@@ -115,7 +125,9 @@ impl<T> Pending<T> {
             is_done: Box::new(move || is_done() && Instant::now() >= moment),
             finish: Box::new(move || {
                 let value = finish()?;
-                thread::sleep(moment.saturating_duration_since(Instant::now()));
+                let delay = moment.saturating_duration_since(Instant::now());
+                thread::sleep(delay);
+                waited(delay);
                 Ok(value)
             }),
         }

@@ -12,8 +12,8 @@
 //! so the others recognize it, and leave alone what else they find. A rank then says its number,
 //! the size of the world, its host, where it takes connections, and digests of what must be equal
 //! everywhere. A connection that says anything else, more than it may, or nothing, is dropped. Two
-//! processes with one rank, another world size, or another digest end the rendezvous with one
-//! error that every rank reports. Round trips on the same connection give the offset of the
+//! processes with one rank, another world size, another digest, or a process that says why it
+//! cannot join, end the rendezvous with one error that every rank reports. Round trips on the same connection give the offset of the
 //! clocks. When all have come, rank 0 tells each the addresses of all and a random number, which
 //! the connections between the ranks begin with.
 //!
@@ -27,6 +27,11 @@
 //! | a rank has lost its connection to another | that one, unless it has a word of its own soon |
 //! | a wait is too long | the rank at the end of the chain of waits |
 //! | the hub itself is gone or silent | rank 0, by each other rank |
+//!
+//! A rank that reports a failure waits a moment for the verdict, so that all ranks name the same
+//! culprit. Silence counts while the one that listens is awake: a process that was stopped blames
+//! nobody for what it has slept through. Rank 0 hears from the others that they have given it up,
+//! and blames itself.
 //!
 //! **Goodbye.** A rank that ends well says so. Rank 0 leaves last.
 
@@ -43,7 +48,7 @@ pub use rendezvous::JoinOptions;
 pub(crate) use note::Verdict;
 #[cfg(feature = "mpi")]
 pub(crate) use rendezvous::this_host;
-pub(crate) use rendezvous::{Meeting, Star, meet};
+pub(crate) use rendezvous::{Meeting, Star, complain, meet};
 pub(crate) use state::State;
 
 use crate::{Error, Failure, Rank, Wait, bell::lock};
@@ -158,7 +163,7 @@ impl Control {
         let deadline = Instant::now() + 2 * self.beat_timeout;
         self.state
             .bell
-            .sleep(deadline, &|| self.state.verdict().is_some());
+            .sleep(deadline, &|| self.state.judged().is_some());
         let others = match self.state.verdict() {
             Some(verdict) if verdict.lost || verdict.failure.reporter != self.state.rank => {
                 return self.explain(Some(&wait));
@@ -175,7 +180,7 @@ impl Control {
 
     /// The error of a poisoned world. Where a rank was lost, it names what this one does.
     pub(crate) fn explain(&self, doing: Option<&dyn fmt::Display>) -> Error {
-        let Some(Verdict { failure, lost, .. }) = self.state.verdict() else {
+        let Some(Verdict { failure, lost, .. }) = self.state.settled() else {
             return Error::Aborted {
                 by: self.state.rank.0,
                 reason: "the world has ended".into(),
@@ -192,8 +197,11 @@ impl Control {
     }
 
     /// Says goodbye and waits until the control thread has left; on rank 0 that is when all others
-    /// have.
-    pub(crate) fn leave(&self) {
+    /// have. A rank that is to blame for the failure of a world that `ends_together` leaves last,
+    /// since the others end with it.
+    pub(crate) fn leave(&self, ends_together: bool) {
+        let outbox = &self.outbox;
+        outbox.leaves_last.store(ends_together, Ordering::Release);
         self.outbox.leaving.store(true, Ordering::Release);
         self.waker.wake();
         if let Some(thread) = lock(&self.thread).take() {

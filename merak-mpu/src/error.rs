@@ -209,10 +209,10 @@ pub enum Error {
         expected: String,
     },
     /// Only some of the variables are set that a launcher sets.
-    #[error("{found} is set, but {variable} is not: {}", remedy(.variable, .found))]
+    #[error("{found} is set, but {}: {}", are_not(.variables), remedy(.variables, .found))]
     MissingVariable {
-        /// The name of the missing variable.
-        variable: &'static str,
+        /// The names of the missing variables.
+        variables: Vec<&'static str>,
         /// The name of one that is set.
         found: &'static str,
     },
@@ -276,16 +276,29 @@ fn ranks(count: usize) -> String {
     }
 }
 
-/// What to do where one variable of a launcher is set and another is missing.
-fn remedy(missing: &str, found: &str) -> String {
-    let (value, found) = match missing {
-        "MASTER_ADDR" => ("the host of rank 0", "RANK and WORLD_SIZE"),
-        "MASTER_PORT" => ("a free port on the host of rank 0", "RANK and WORLD_SIZE"),
-        "SLURM_PROCID" => ("the number of this process, from 0", found),
-        name if name.ends_with("RANK") => ("the number of this process, from 0", found),
-        _ => ("the number of processes", found),
+fn are_not(variables: &[&str]) -> String {
+    let verb = if variables.len() == 1 { "is" } else { "are" };
+    format!("{} {verb} not", variables.join(" and "))
+}
+
+/// What to do where one variable of a launcher is set and others are missing.
+fn remedy(missing: &[&str], found: &str) -> String {
+    let value_of = |name: &str| match name {
+        "MASTER_ADDR" => "the host of rank 0",
+        "MASTER_PORT" => "a free port on the host of rank 0",
+        "SLURM_PROCID" => "the number of this process, from 0",
+        name if name.ends_with("RANK") => "the number of this process, from 0",
+        _ => "the number of processes",
     };
-    format!("set {missing} to {value}, or unset {found} to run this process by itself")
+    let values = missing
+        .iter()
+        .map(|name| format!("{name} to {}", value_of(name)));
+    let found = match missing {
+        ["MASTER_ADDR" | "MASTER_PORT", ..] => "RANK and WORLD_SIZE",
+        _ => found,
+    };
+    let values = values.collect::<Vec<_>>().join(" and ");
+    format!("set {values}, or unset {found} to run this process by itself")
 }
 
 fn also(others: &[Wait]) -> String {

@@ -32,6 +32,7 @@ pub struct LinkSpeed {
 ///     let start = Instant::now();
 ///     member.world_group()?.all_reduce_vec(vec![1.0_f32], ReduceOp::Sum)?;
 ///     assert!(start.elapsed() >= speed.latency && link.busy() > Duration::ZERO);
+///     assert!(link.waited() > Duration::ZERO);
 ///     Ok::<_, merak_mpu::Error>(())
 /// })?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -47,6 +48,7 @@ pub struct SlowLink {
 struct Wire {
     free_at: Instant,
     busy: Duration,
+    waited: Duration,
 }
 
 impl SlowLink {
@@ -55,6 +57,7 @@ impl SlowLink {
         let wire = Wire {
             free_at: Instant::now(),
             busy: Duration::ZERO,
+            waited: Duration::ZERO,
         };
         Self {
             speed,
@@ -74,6 +77,11 @@ impl SlowLink {
     /// How long the wire was busy so far.
     pub fn busy(&self) -> Duration {
         self.wire().busy
+    }
+
+    /// How long the rank stood still for the link so far: for what no computing has hidden.
+    pub fn waited(&self) -> Duration {
+        self.wire().waited
     }
 
     /// Takes the wire for some bytes; the moment at which they have arrived.
@@ -157,7 +165,8 @@ impl Communicator for SlowCommunicator {
         let bytes = buffer.len() * buffer.dtype().size_bytes();
         let pending = self.communicator.start(call, buffer, lengths)?;
         let arrives = self.link.send(bytes);
-        Ok(pending.delayed_until(arrives))
+        let link = self.link.clone();
+        Ok(pending.delayed_until(arrives, move |delay| link.wire().waited += delay))
     }
 
     fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {

@@ -30,7 +30,8 @@ impl Share {
 /// What a rank keeps for each element of its parameters. Frozen parameters have a weight alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParamBytes {
-    /// The ranks that divide the weights, whose bytes are those of the type that they are kept in.
+    /// The ranks that divide the trained weights, whose bytes are those of the type that they are
+    /// kept in. A rank keeps its part of a master without the weight in 16 bits.
     pub weight_ranks: usize,
     /// The master beside a weight that is kept in 16 bits.
     pub master: Share,
@@ -55,12 +56,16 @@ impl Default for ParamBytes {
 /// Sums over some parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ParamSums {
-    /// Bytes of the weights, in the types that they are kept in.
-    pub weight_bytes: usize,
-    /// Elements of trained weights that are kept in 16 bits.
-    pub narrow: usize,
+    /// Bytes of the frozen weights, in the types that they are kept in.
+    pub frozen_bytes: usize,
     /// Elements of trained weights.
     pub trained: usize,
+    /// Those of them that are kept in 16 bits.
+    pub narrow: usize,
+    /// Bytes of the trained weights, in the types that they are kept in.
+    pub trained_bytes: usize,
+    /// Those of them that are kept in 16 bits.
+    pub narrow_bytes: usize,
     /// The same with a weight counted once for each use.
     pub uses: usize,
 }
@@ -68,20 +73,22 @@ pub struct ParamSums {
 impl ParamSums {
     /// One parameter with this number of uses.
     pub fn of(param: &Param, uses: usize) -> Self {
-        let trained = if param.trainable {
-            param.local.numel()
-        } else {
-            0
-        };
+        let (elements, bytes) = (param.local.numel(), param.kept_bytes());
+        if !param.trainable {
+            return Self {
+                frozen_bytes: bytes,
+                ..Self::default()
+            };
+        }
+        let is_narrow = matches!(param.kept_dtype(), DType::BF16 | DType::F16);
+        let if_narrow = |amount| if is_narrow { amount } else { 0 };
         Self {
-            weight_bytes: param.kept_bytes(),
-            narrow: if matches!(param.kept_dtype(), DType::BF16 | DType::F16) {
-                trained
-            } else {
-                0
-            },
-            trained,
-            uses: trained.saturating_mul(uses),
+            frozen_bytes: 0,
+            trained: elements,
+            narrow: if_narrow(elements),
+            trained_bytes: bytes,
+            narrow_bytes: if_narrow(bytes),
+            uses: elements.saturating_mul(uses),
         }
     }
 
@@ -98,9 +105,11 @@ impl ParamSums {
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self {
-            weight_bytes: self.weight_bytes.saturating_add(other.weight_bytes),
-            narrow: self.narrow.saturating_add(other.narrow),
+            frozen_bytes: self.frozen_bytes.saturating_add(other.frozen_bytes),
             trained: self.trained.saturating_add(other.trained),
+            narrow: self.narrow.saturating_add(other.narrow),
+            trained_bytes: self.trained_bytes.saturating_add(other.trained_bytes),
+            narrow_bytes: self.narrow_bytes.saturating_add(other.narrow_bytes),
             uses: self.uses.saturating_add(other.uses),
         }
     }
@@ -137,9 +146,12 @@ impl TrainingBytes {
 impl ParamBytes {
     /// What a rank with these parameters holds from step to step; no activations.
     pub fn held(&self, params: ParamSums) -> TrainingBytes {
-        let weights = params.weight_bytes / self.weight_ranks.max(1);
+        let trained = match self.weight_ranks {
+            0 | 1 => params.trained_bytes,
+            ranks => (params.trained_bytes - params.narrow_bytes) / ranks,
+        };
         TrainingBytes {
-            weights: weights.saturating_add(self.master.of(params.narrow)),
+            weights: total([params.frozen_bytes, trained, self.master.of(params.narrow)]),
             gradients: self.gradient.of(params.uses),
             optimizer: self.state.of(params.trained),
             ..TrainingBytes::default()

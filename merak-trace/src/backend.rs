@@ -6,12 +6,13 @@ mod past;
 #[cfg(feature = "tch")]
 pub mod tch;
 
-use crate::{Op, Param, Result, TensorType, Value, value::MemoryMeter};
 #[cfg(feature = "cpu")]
 use crate::{
+    Error,
     kernels::{DropoutMask, MaskKey, SampleSlice},
     op,
 };
+use crate::{Op, Param, Result, TensorType, Value, value::MemoryMeter};
 use merak_mpu::{Buffer, Coord, DType};
 use std::{fmt, sync::Arc};
 
@@ -145,6 +146,19 @@ pub struct ParamStore {
     pub flat: Box<dyn Buffer>,
     /// One value per parameter of a program, in its order.
     pub views: Vec<Value>,
+}
+
+/// The error of a parameter that does not lie at this element of a flat value.
+#[cfg(feature = "cpu")]
+fn misplaced(param: &Param, offset: usize, flat: &Value) -> Error {
+    Error::Backend {
+        node: param.name.clone(),
+        reason: format!(
+            "of type {} at {offset} does not fit {}",
+            param.local,
+            flat.ty()
+        ),
+    }
 }
 
 /// Executes nodes, one at a time. The methods take and return row-major tensors.

@@ -143,7 +143,7 @@ pub enum Error {
     #[error("the gradients of a backward could not be passed on")]
     Sink(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// What gives a program its parameters failed.
-    #[error("the parameters of a stage could not be had")]
+    #[error("the parameters of a stage could not be gathered")]
     Params(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A collective failed.
     #[error("{node}: {source}")]

@@ -1,25 +1,26 @@
 //! One rank's stages: their programs, their parameters, their gradients, their optimizer.
 
 mod gathered;
+mod gradients;
 mod magnitudes;
 mod module;
 mod params;
 mod products;
-mod reduction;
 #[cfg(feature = "tch")]
 mod tch;
 mod tied;
 
 pub(crate) use self::{
     gathered::StageValues,
+    gradients::grad_store,
     params::{ParamMemory, StageParams, floats},
-    reduction::grad_store,
 };
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
 use crate::{
     config::{BackendChoice, CheckedArguments, Device},
     error::Result,
+    machine::num_cores,
     memory::MemoryNeed,
     plan::{ParamGroups, Plan},
 };
@@ -57,9 +58,12 @@ pub(crate) struct RankStages {
     grads: GradStore,
     tied: tied::TiedGrads,
     /// What completes each bucket of gradients.
-    completion: reduction::Completion,
+    completion: gradients::Completion,
     /// Whether complete buckets are reduced during the backward.
     reduces_early: bool,
+    /// Whether the forward pass receives what other replicas have stepped. Where ranks share cores
+    /// they take turns, within which they wait for no replica.
+    arrives_late: bool,
     pub(crate) seed: u64,
     /// Whether no parameter has values yet.
     pub(crate) is_blank: bool,
@@ -108,13 +112,14 @@ impl RankStages {
         let buckets = gathered::Buckets::new(&programs.params, &optimizer, memory, &backend);
         let mut grads = grad_store(&programs, &optimizer, &*backend);
         let stages = stages(&programs, (&params, buckets.as_ref()), &backend, &mpu);
-        // A reduction of a device's memory goes through the host, and would stop the backward.
+        // A collective on a device's memory goes through the host, and would stop a pass.
         let on_host = matches!(grads.buffers[0].memory(), Memory::Host(_));
         let replicas = mpu.data_sequence_parallel_group().world_size();
         let reduces_early = replicas > 1 && (on_host || optimizer.divides_gradients());
         Ok(Self {
-            completion: reduction::Completion::new(&optimizer, &grads.slots, &tied.slots()),
+            completion: gradients::Completion::new(&optimizer, &grads.slots, &tied.slots()),
             reduces_early,
+            arrives_late: on_host && args.core_sharers() * num_threads <= num_cores(),
             plan,
             mpu,
             backend,
@@ -143,7 +148,11 @@ impl RankStages {
     }
 
     /// The engine of this rank for forwards of some microbatches.
+    ///
+    /// # Communication
+    /// That of [`RankStages::settle`].
     pub(crate) fn forward_engine(&self, microbatches: usize) -> Result<PipelineEngine> {
+        self.settle()?;
         let schedule = self.plan.schedule.forwards(microbatches)?;
         Ok(PipelineEngine::new(
             &schedule,
@@ -182,11 +191,25 @@ impl RankStages {
 
     /// Clips and applies the reduced gradients, and clears them.
     pub(crate) fn update(&mut self, lr: f64) -> Result<merak_zero::UpdateReport> {
+        self.settle()?;
         let (optimizer, grads) = (&mut self.optimizer, &mut self.grads.buffers[0]);
-        let step = |params: &mut dyn Buffer| optimizer.step(params, &mut **grads, lr);
-        let report = self.params.update(step)?;
+        let step = |params: &mut dyn Buffer| optimizer.start_step(params, &mut **grads, lr);
+        let (report, arrivals) = self.params.update(step)?;
+        self.params.expect(arrivals);
+        if !self.arrives_late {
+            self.settle()?;
+        }
         self.clear_gradients();
         Ok(report)
+    }
+
+    /// Waits for the parameters that other replicas have stepped. All replicas call it together,
+    /// before anything but a training step reads or changes the parameters.
+    ///
+    /// # Communication
+    /// After a step in ZeRO stages 1 and 2, an all-gather of each bucket that has not arrived.
+    pub(crate) fn settle(&self) -> Result<()> {
+        Ok(self.params.memory().wait_through(usize::MAX)?)
     }
 
     /// What the nodes of a microbatch may ask about the run; `first_position` is the place of its
@@ -237,7 +260,7 @@ impl RankStages {
         let params = self.optimizer.layout().params().iter().enumerate();
         let unscale = (1.0 / self.optimizer.loss_scale()) as f32;
         let gradient = |(index, param): (usize, &ParamSpec)| {
-            let mut values = reduction::read_gradient(&self.grads, &self.optimizer, index);
+            let mut values = gradients::read_gradient(&self.grads, &self.optimizer, index);
             for value in &mut values {
                 *value *= unscale;
             }
@@ -265,9 +288,10 @@ impl RankStages {
     /// Shows the values of every parameter in `f32`, in the order of the table.
     ///
     /// # Communication
-    /// Where replicas divide the parameters, an all-gather of each bucket, together with all
-    /// replicas.
+    /// That of [`RankStages::settle`]. Where replicas divide the parameters, an all-gather of each
+    /// bucket, together with all replicas.
     fn read_floats(&self, look: &mut dyn FnMut(&[params::Floats<'_>])) -> Result<()> {
+        self.settle()?;
         let divided = match &self.buckets {
             Some(buckets) => buckets.values()?,
             None => Vec::new(),
@@ -281,6 +305,7 @@ impl RankStages {
     /// # Communication
     /// As [`RankStages::read_floats`].
     pub(crate) fn hold_params(&self) -> Result<HeldParams> {
+        self.settle()?;
         if let Some(buckets) = &self.buckets {
             buckets.pin()?;
         }
@@ -302,8 +327,8 @@ impl RankStages {
     fn with_sink<'a>(
         &'a mut self,
         missing: &'a mut [Option<usize>],
-    ) -> (&'a [Stage], reduction::Reduction<'a>) {
-        let reduction = reduction::Reduction {
+    ) -> (&'a [Stage], gradients::Reduction<'a>) {
+        let reduction = gradients::Reduction {
             grads: &mut self.grads,
             optimizer: &mut self.optimizer,
             backend: &*self.backend,
@@ -315,7 +340,7 @@ impl RankStages {
 
     /// Makes the next step start from zero.
     pub(crate) fn clear_gradients(&mut self) {
-        reduction::clear(&mut self.grads, &self.optimizer);
+        gradients::clear(&mut self.grads, &self.optimizer);
     }
 }
 
@@ -414,7 +439,7 @@ pub(crate) fn stages(
         Stage {
             number: *number,
             interpreter,
-            values: StageValues::new(program, &places, &params.views, buckets),
+            values: StageValues::new(program, &places, params, buckets),
         }
     };
     programs.stages.iter().map(stage).collect()

@@ -136,6 +136,8 @@ pub struct TrainOutput {
     pub tokens: u64,
     /// The signal that ended training early.
     pub stopped_by: Option<i64>,
+    /// The lowest rank that got this signal.
+    pub stopped_on: Option<usize>,
     /// The evaluation of the last step, with `do_eval` and if that step was reached.
     pub evaluation: Option<EvaluationMetrics>,
     /// The checkpoint whose weights the trainer now has, with `load_best_model_at_end`; the
@@ -373,17 +375,17 @@ impl MerakTrainer {
         let first_step = self.progress.global_step;
         let skipped_before = self.stages.optimizer.progress().skipped;
         let mut tally = Tally::default();
-        let (mut evaluation, mut stopped_by) = (None, None);
-        while stopped_by.is_none() && !self.progress.is_done() {
+        let (mut evaluation, mut stop) = (None, None);
+        while stop.is_none() && !self.progress.is_done() {
             let report = self.train_step()?;
             tally.add(&report);
             evaluation = self.end_step(report, tally.updates)?;
             let agreed = self.agreed_stop();
-            stopped_by = self.placed(StepPart::Train, self.progress.global_step, agreed)?;
+            stop = self.placed(StepPart::Train, self.progress.global_step, agreed)?;
         }
         // A run without steps left does not replace the checkpoint that it came from.
         self.end_saving(self.progress.global_step > first_step)?;
-        let best = if self.args.load_best_model_at_end && stopped_by.is_none() {
+        let best = if self.args.load_best_model_at_end && stop.is_none() {
             self.load_best()?
         } else {
             None
@@ -396,7 +398,8 @@ impl MerakTrainer {
             epoch: self.progress.epochs(),
             train_runtime: start.elapsed(),
             tokens: tally.tokens,
-            stopped_by,
+            stopped_by: stop.map(|(signal, _)| signal),
+            stopped_on: stop.map(|(_, rank)| rank),
             evaluation: evaluation.filter(|_| self.progress.is_done()),
             best,
         })
@@ -470,18 +473,20 @@ impl MerakTrainer {
         Ok(evaluation)
     }
 
-    /// The signal that asks to stop, if any rank has seen one.
+    /// The signal that asks to stop, if any rank has seen one, and the lowest rank that has.
     ///
     /// # Communication
     /// An all-reduce of 8 bytes over the world.
-    fn agreed_stop(&self) -> Result<Option<i64>> {
+    fn agreed_stop(&self) -> Result<Option<(i64, usize)>> {
+        let world = self.stages.mpu.world_group();
         let seen = self.parts.stop.load(Ordering::Relaxed);
-        let agreed = self
-            .stages
-            .mpu
-            .world_group()
-            .all_reduce_scalar(seen, ReduceOp::Max)?;
-        Ok((agreed != 0).then_some(agreed))
+        // One number for both: the larger signal first, then the lower rank.
+        let size = world.world_size() as i64;
+        let place = size - 1 - world.rank() as i64;
+        let own = if seen == 0 { 0 } else { seen * size + place };
+        let agreed = world.all_reduce_scalar(own, ReduceOp::Max)?;
+        let rank = (size - 1 - agreed.rem_euclid(size)) as usize;
+        Ok((agreed != 0).then_some((agreed.div_euclid(size), rank)))
     }
 }
 

@@ -1,6 +1,10 @@
-//! The collectives of one step: gradients are reduced bucket by bucket, parameters gathered.
+//! The reduction of a step's gradients, bucket by bucket.
 
-use crate::{Bucket, Error, FlatLayout, Part, Result, ZeroConfig, ZeroStage, flat, layout::Extent};
+use crate::{
+    Bucket, Error, FlatLayout, Result, ZeroConfig, ZeroStage, flat,
+    gathering::{Arrivals, Chunk, Gatherer},
+    layout::Extent,
+};
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp, into_vec};
 use std::{collections::VecDeque, ops::Range};
 
@@ -9,62 +13,7 @@ const MOST_IN_FLIGHT: usize = 4;
 /// The same where gradients are divided, whose buckets are the most that a rank has of them.
 const MOST_APART: usize = 2;
 
-/// Gathers buckets of parameters that the ranks of a data x sequence group divide among themselves.
-///
-/// Every rank of the group gathers the same buckets in the same order.
-#[derive(Debug, Clone)]
-pub struct Gatherer {
-    group: Group,
-    /// For each bucket, this rank's part among the elements that it owns, and the lengths of all
-    /// ranks' parts.
-    buckets: Vec<(Range<usize>, Vec<usize>)>,
-}
-
-impl Gatherer {
-    /// Where this rank's part of a bucket lies among the elements that it owns.
-    ///
-    /// # Panics
-    /// When the layout has no such bucket.
-    pub fn own_part(&self, bucket: usize) -> Range<usize> {
-        self.buckets[bucket].0.clone()
-    }
-
-    /// Starts to gather a bucket; `own` are the values of this rank's part, of any element type.
-    /// The result has those of all elements of the bucket, in flat order.
-    ///
-    /// # Communication
-    /// An all-gather of the parts.
-    ///
-    /// # Errors
-    /// When `own` has another length or the group fails.
-    ///
-    /// # Panics
-    /// When the layout has no such bucket.
-    pub fn start(&self, bucket: usize, own: Box<dyn Buffer>) -> Result<PendingBucket> {
-        let lengths = self.buckets[bucket].1.clone();
-        let pending = self.group.start_all_gather_parts(own, lengths);
-        pending
-            .map(PendingBucket)
-            .map_err(Error::communication("gathering of parameters"))
-    }
-}
-
-/// A bucket of parameters that is being gathered.
-#[derive(Debug)]
-pub struct PendingBucket(Pending<Box<dyn Buffer>>);
-
-impl PendingBucket {
-    /// Waits for the values of all elements of the bucket.
-    ///
-    /// # Errors
-    /// When the group fails.
-    pub fn wait(self) -> Result<Box<dyn Buffer>> {
-        let gathered = self.0.wait();
-        gathered.map_err(Error::communication("gathering of parameters"))
-    }
-}
-
-/// Reduces gradients and gathers parameters over the data x sequence group.
+/// Reduces gradients over the data x sequence group, and starts to gather parameters.
 ///
 /// A collective works on a copy of its bucket, so the backward pass may go on writing the others.
 #[derive(Debug)]
@@ -151,10 +100,20 @@ impl Exchange {
             (own, lengths)
         };
         let buckets = layout.buckets().iter().zip(&self.owned_starts);
-        Gatherer {
-            group: self.group.clone(),
-            buckets: buckets.map(bucket).collect(),
+        Gatherer::new(self.group.clone(), buckets.map(bucket).collect())
+    }
+
+    /// The parameters that other ranks own, where the buffer has them too; none unless they were
+    /// `stepped`.
+    pub(crate) fn arrivals(&self, layout: &FlatLayout, stepped: bool) -> Arrivals {
+        let mut chunks = VecDeque::new();
+        if stepped && self.sharded && self.params == Extent::All {
+            let longest_piece = (self.allgather_bucket_size / self.group.world_size()).max(1);
+            for bucket in 0..layout.buckets().len() {
+                chunks.extend(chunks_of(layout, bucket, longest_piece));
+            }
         }
+        Arrivals::new(self.group.clone(), chunks)
     }
 
     /// Whether the group has a single rank, so that nothing needs to be sent.
@@ -287,52 +246,25 @@ impl Exchange {
         owned.for_each(|(g, x)| *g = x * scale);
         self.spare.push(sum);
     }
+}
 
-    /// Copies each rank's parts of the parameters to all the others.
-    pub(crate) fn gather_params(&self, layout: &FlatLayout, params: &mut dyn Buffer) -> Result<()> {
-        if !self.sharded || self.params == Extent::Owned {
-            return Ok(());
+/// The chunks of a bucket: of each rank's part, pieces of this length.
+fn chunks_of(layout: &FlatLayout, bucket: usize, piece: usize) -> impl Iterator<Item = Chunk> + '_ {
+    let parts: Vec<_> = layout
+        .parts(&layout.buckets()[bucket])
+        .map(|part| part.flat)
+        .collect();
+    let longest = parts.iter().map(Range::len).max().unwrap_or(0);
+    (0..longest).step_by(piece).map(move |start| {
+        let at =
+            |part: &Range<usize>, offset: usize| part.end.min(part.start.saturating_add(offset));
+        let end = start.saturating_add(piece);
+        let pieces = parts.iter().map(|part| at(part, start)..at(part, end));
+        Chunk {
+            bucket,
+            pieces: pieces.collect(),
         }
-        let chunk = (self.allgather_bucket_size / self.group.world_size()).max(1);
-        for bucket in layout.buckets() {
-            let lengths = layout.parts(bucket).map(|part| part.flat.len());
-            let longest = lengths.max().unwrap_or(0);
-            for start in (0..longest).step_by(chunk) {
-                self.gather_chunk(layout, bucket, start..start + chunk, params)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Gathers the elements `chunk` of every part, as far as it has them.
-    fn gather_chunk(
-        &self,
-        layout: &FlatLayout,
-        bucket: &Bucket,
-        chunk: Range<usize>,
-        params: &mut dyn Buffer,
-    ) -> Result<()> {
-        let piece = |part: Part| {
-            let at = |offset: usize| part.flat.end.min(part.flat.start + offset);
-            at(chunk.start)..at(chunk.end)
-        };
-        let own = piece(layout.part(bucket, self.group.rank()));
-        let own = flat::read(params, |p| p[own].to_vec());
-        let lengths = layout.parts(bucket).map(|part| piece(part).len());
-        let all = self
-            .group
-            .all_gather_parts_vec(own, lengths.collect())
-            .map_err(Error::communication("gathering of parameters"))?;
-        flat::write(params, |p| {
-            let mut rest = all.as_slice();
-            for piece in layout.parts(bucket).map(piece) {
-                let (values, behind) = rest.split_at(piece.len());
-                p[piece].copy_from_slice(values);
-                rest = behind;
-            }
-        });
-        Ok(())
-    }
+    })
 }
 
 fn scale(values: &mut [f32], scale: f32) {

@@ -47,6 +47,17 @@ pub(crate) fn write<R>(buffer: &mut dyn Buffer, f: impl FnOnce(&mut [f32]) -> R)
     out.expect("a buffer calls back once")
 }
 
+/// Calls `f` with these elements of an f32 buffer for writing.
+pub(crate) fn write_part(buffer: &mut dyn Buffer, part: Range<usize>, f: impl FnOnce(&mut [f32])) {
+    let mut f = Some(f);
+    let size = DType::F32.size_bytes();
+    let bytes = part.start * size..part.end * size;
+    buffer.write_part(bytes, &mut |bytes| {
+        let f = f.take().expect("a buffer calls back once");
+        f(bytemuck::cast_slice_mut(bytes));
+    });
+}
+
 /// Cuts ascending, disjoint ranges out of a slice.
 pub(crate) fn carve(
     slice: &mut [f32],

@@ -5,8 +5,9 @@ use crate::{
     ParamSpec, PlainProducts, Result, ScalerState, Step, StepDevice, ZeroConfig, ZeroGroups,
     ZeroStage,
     device::DeviceState,
-    exchange::{Exchange, Gatherer},
+    exchange::Exchange,
     flat,
+    gathering::{Arrivals, Gatherer},
     layout::Extent,
     norm,
     state::OwnedState,
@@ -419,6 +420,25 @@ impl ZeroOptimizer {
         grads: &mut dyn Buffer,
         lr: f64,
     ) -> Result<UpdateReport> {
+        let (report, mut arrivals) = self.start_step(params, grads, lr)?;
+        arrivals.finish(params)?;
+        Ok(report)
+    }
+
+    /// The same, but what other ranks have stepped arrives later: the next forward pass waits for
+    /// each bucket before it reads its parameters. Until then `params` has old values there.
+    ///
+    /// # Communication
+    /// That of [`ZeroOptimizer::step`]; of the all-gathers the first ones are started.
+    ///
+    /// # Errors
+    /// As [`ZeroOptimizer::step`].
+    pub fn start_step(
+        &mut self,
+        params: &mut dyn Buffer,
+        grads: &mut dyn Buffer,
+        lr: f64,
+    ) -> Result<(UpdateReport, Arrivals)> {
         flat::check("parameter", params, self.num_params())?;
         if lr < 0.0 || !lr.is_finite() {
             return Err(Error::OutOfRange {
@@ -459,14 +479,18 @@ impl ZeroOptimizer {
                 let mut step = |p: &mut [f32], g: &[f32]| self.update(lr, grad_scale, p, g);
                 flat::write(params, |p| flat::read(grads, |g| step(p, g)))?;
             }
-            self.exchange.gather_params(&self.layout, params)?;
         }
-        Ok(UpdateReport {
+        let mut arrivals = self
+            .exchange
+            .arrivals(&self.layout, norm.non_finite.is_none());
+        arrivals.start(params)?;
+        let report = UpdateReport {
             grad_norm: norm.norm,
             clip_factor,
             loss_scale,
             skipped: norm.non_finite,
-        })
+        };
+        Ok((report, arrivals))
     }
 
     /// Counts a step, and sets the loss scale of the next one; `non_finite` names the first

@@ -22,6 +22,9 @@ pub(super) const MOST_GREETING: usize = 4 << 10;
 /// Longest first frame of a rank, with its digests.
 const MOST_HELLO: usize = 64 << 10;
 
+/// First bytes of a process that cannot join, before the reason.
+const COMPLAINT: &[u8; 8] = b"merakbad";
+
 /// How long a connection may take to say who it is.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -104,6 +107,29 @@ impl Hello {
     }
 }
 
+/// What a process says that cannot join.
+pub(super) fn complaint(reason: &str, host: &str) -> Vec<u8> {
+    let mut frame = Encoder(COMPLAINT.to_vec());
+    frame
+        .number(std::process::id().into())
+        .text(host)
+        .text(reason);
+    frame.0
+}
+
+/// A complaint in words.
+fn read_complaint(frame: &[u8]) -> Result<String, Malformed> {
+    let mut decoder = Decoder(frame);
+    if decoder.take(COMPLAINT.len())? != COMPLAINT {
+        return Err(Malformed);
+    }
+    let (process, host, reason) = (decoder.number()?, decoder.text()?, decoder.text()?);
+    decoder.end()?;
+    Ok(format!(
+        "process {process} of host {host} cannot join: {reason}"
+    ))
+}
+
 /// Numbers as the bits of a string that are set: a greeting is short.
 fn bits(numbers: &[usize]) -> Vec<u8> {
     let mut bits = vec![0; numbers.iter().max().map_or(0, |most| most / 8 + 1)];
@@ -156,6 +182,8 @@ pub(super) struct Door {
     guests: Vec<Guest>,
     leavers: Vec<Leaver>,
     num_sent_away: usize,
+    /// Why a process cannot join, and its connection.
+    complaint: Option<(String, Channel)>,
 }
 
 impl Door {
@@ -167,6 +195,7 @@ impl Door {
             guests: Vec::new(),
             leavers: Vec::new(),
             num_sent_away: 0,
+            complaint: None,
         })
     }
 
@@ -211,6 +240,8 @@ impl Door {
                             to,
                             is_ready: false,
                         });
+                    } else if let Ok(reason) = read_complaint(&frame) {
+                        self.complaint = Some((reason, guest.channel));
                     }
                 }
                 Ok(None) if open && guest.since.elapsed() < PATIENCE => self.guests.push(guest),
@@ -218,6 +249,11 @@ impl Door {
             }
         }
         visitors
+    }
+
+    /// What the last process has said that has come and cannot join.
+    pub(super) fn take_complaint(&mut self) -> Option<(String, Channel)> {
+        self.complaint.take()
     }
 
     /// Tells a rank that it cannot join, and why.
@@ -321,6 +357,7 @@ mod tests {
         #[test]
         fn bytes_of_a_stranger_are_no_hello(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
             let _ = Hello::decode(&[MAGIC.as_slice(), &bytes].concat());
+            let _ = read_complaint(&[COMPLAINT.as_slice(), &bytes].concat());
             let _ = read_greeting(&[MAGIC.as_slice(), &bytes].concat());
         }
     }

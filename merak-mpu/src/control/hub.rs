@@ -4,7 +4,7 @@ use super::{
     door::Door,
     note::{Note, Verdict},
     poll::{self, Waker},
-    state::State,
+    state::{LAST_WORD, State},
     wire::{Channel, MOST_BYTES},
 };
 use crate::{
@@ -24,15 +24,14 @@ use std::{
 /// How long the hub waits for a rank's own word when another one has lost it.
 const GRACE: Duration = Duration::from_millis(300);
 
-/// Longest wait for the others' last word by a rank that leaves a poisoned world.
-const LAST_WORD: Duration = Duration::from_secs(1);
-
 /// Notes of this process on their way, and what its control thread has done with them.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     notes: Mutex<(Vec<Note>, bool)>,
     sent: Condvar,
     pub(super) leaving: AtomicBool,
+    /// Whether the rank that is to blame leaves after the others.
+    pub(super) leaves_last: AtomicBool,
 }
 
 impl Outbox {
@@ -77,6 +76,14 @@ impl Desk {
         beat.clamp(Duration::from_millis(5), Duration::from_secs(1))
     }
 
+    fn away(&self, absence: Duration) -> String {
+        format!(
+            "its process was stopped, or had no processor, for {absence:.1?}, longer than the \
+             {:?} after which the others count it as lost",
+            self.beat_timeout
+        )
+    }
+
     fn silence(&self) -> String {
         format!(
             "no heartbeat within {:?}: its process is stopped or its host is cut off",
@@ -87,6 +94,20 @@ impl Desk {
     fn is_leaving(&self) -> bool {
         self.outbox.leaving.load(Ordering::Acquire)
     }
+
+    /// How long this process was away since the last turn: far longer than a turn takes.
+    fn absence(&self, last_turn: &mut Instant) -> Option<Duration> {
+        let gap = last_turn.elapsed();
+        *last_turn = Instant::now();
+        (gap > self.beat_timeout / 2).then_some(gap)
+    }
+}
+
+/// The moment of a beat, for one who has slept through a part of the time since then.
+fn excused(beat: Instant, absence: Duration) -> Instant {
+    beat.checked_add(absence)
+        .unwrap_or(beat)
+        .min(Instant::now())
 }
 
 const GONE: &str = "its process ended without a goodbye";
@@ -120,8 +141,9 @@ pub(super) struct Hub {
     door: Door,
     spokes: Vec<Spoke>,
     suspicions: Vec<Suspicion>,
-    /// The others have been told the verdict.
-    has_judged: bool,
+    last_turn: Instant,
+    /// The last time for which this process was away, if that is longer than the others wait.
+    absence: Option<Duration>,
 }
 
 impl Hub {
@@ -138,7 +160,8 @@ impl Hub {
             door,
             spokes: spokes.collect(),
             suspicions: Vec::new(),
-            has_judged: false,
+            last_turn: Instant::now(),
+            absence: None,
         }
     }
 
@@ -163,6 +186,7 @@ impl Hub {
             }
         }
         self.desk.outbox.note_sent();
+        self.desk.state.settle();
     }
 
     fn turn(&mut self) {
@@ -176,13 +200,22 @@ impl Hub {
             std::thread::sleep(self.desk.beat());
         }
         self.desk.waker.rest();
-        for note in self.desk.outbox.take() {
-            self.handle(Rank(0), note);
+        if let Some(absence) = self.desk.absence(&mut self.last_turn) {
+            for spoke in &mut self.spokes {
+                spoke.last_beat = excused(spoke.last_beat, absence);
+            }
+            self.absence = Some(absence).filter(|absence| *absence > self.desk.beat_timeout);
         }
+        // The others first: what they have to say may be older than what this process has met.
         for number in 0..self.spokes.len() {
             self.listen(number);
         }
+        for note in self.desk.outbox.take() {
+            self.handle(Rank(0), note);
+        }
         self.desk.outbox.note_sent();
+        // The world has met without it.
+        drop(self.door.take_complaint());
         let size = self.desk.state.size;
         for visitor in self.door.turn() {
             let rank = visitor.hello.rank;
@@ -233,9 +266,14 @@ impl Hub {
                     spoke.waits = waits.into_iter().filter(|wait| wait.rank == from).collect();
                 }
             }
-            Note::Fail { culprit, reason } => {
-                self.decide(culprit, from, &reason, false);
-            }
+            Note::Fail { culprit, reason } => match self.absence {
+                // The others have given this process up while it was away.
+                Some(absence) if culprit == 0 && from != 0 => {
+                    let reason = self.desk.away(absence);
+                    self.decide(culprit, from, &reason, true);
+                }
+                _ => self.decide(culprit, from, &reason, false),
+            },
             Note::Suspect { peer, reason } => self.suspicions.push(Suspicion {
                 peer,
                 reporter: from,
@@ -243,11 +281,14 @@ impl Hub {
                 due: Instant::now() + GRACE,
             }),
             Note::Late { after, wait } => self.decide_late(from, after, wait),
-            Note::Goodbye => {
+            Note::Goodbye { last } => {
                 if let Some(spoke) = self.spoke(from) {
                     spoke.has_left = true;
                     spoke.waits.clear();
-                    spoke.channel.finish();
+                    // One that leaves last hears the end of the hub.
+                    if !last {
+                        spoke.channel.finish();
+                    }
                 }
             }
             // The hub alone decides.
@@ -324,12 +365,8 @@ impl Hub {
 
     /// The first verdict is the one that counts.
     fn poison(&mut self, verdict: Verdict) {
-        self.desk.state.poison(verdict);
-        // Rank 0 may have failed before, and its note may be on its way.
-        let first = self.desk.state.verdict().cloned();
-        if let Some(first) = first.filter(|_| !self.has_judged) {
-            self.has_judged = true;
-            self.broadcast(&Note::Poison(first));
+        if self.desk.state.judge(verdict.clone()) {
+            self.broadcast(&Note::Poison(verdict));
         }
     }
 
@@ -347,6 +384,7 @@ pub(super) struct Ray {
     desk: Desk,
     channel: Channel,
     last_beat: Instant,
+    last_turn: Instant,
     /// The connection to the hub works.
     open: bool,
 }
@@ -357,6 +395,7 @@ impl Ray {
             desk,
             channel,
             last_beat: Instant::now(),
+            last_turn: Instant::now(),
             open: true,
         }
     }
@@ -372,12 +411,26 @@ impl Ray {
             }
         }
         self.turn(Duration::ZERO);
-        self.send(&Note::Goodbye);
+        let leaves_last = self.desk.outbox.leaves_last.load(Ordering::Acquire);
+        let culprit = self.desk.state.verdict();
+        let is_culprit = culprit.is_some_and(|it| it.failure.culprit == self.desk.state.rank);
+        self.send(&Note::Goodbye {
+            last: leaves_last && is_culprit,
+        });
         self.desk.outbox.note_sent();
         self.channel.finish();
-        // The hub closes its end once it has read all.
+        // The hub closes its end once it has read all. Its verdict on what this rank has reported
+        // comes before.
         let deadline = Instant::now() + LAST_WORD;
-        while self.open && matches!(self.channel.wait(MOST_BYTES, deadline), Ok(Some(_))) {}
+        while self.open {
+            let Ok(Some(frame)) = self.channel.wait(MOST_BYTES, deadline) else {
+                break;
+            };
+            if let Ok(Note::Poison(verdict)) = Note::decode(&frame) {
+                self.desk.state.judge(verdict);
+            }
+        }
+        self.desk.state.settle();
     }
 
     fn turn(&mut self, sleep: Duration) {
@@ -389,6 +442,9 @@ impl Ray {
             std::thread::sleep(self.desk.beat());
         }
         self.desk.waker.rest();
+        if let Some(absence) = self.desk.absence(&mut self.last_turn) {
+            self.last_beat = excused(self.last_beat, absence);
+        }
         for note in self.desk.outbox.take() {
             self.send(&note);
         }
@@ -414,7 +470,9 @@ impl Ray {
             };
             self.last_beat = Instant::now();
             match note {
-                Ok(Note::Poison(verdict)) => self.desk.state.poison(verdict),
+                Ok(Note::Poison(verdict)) => {
+                    self.desk.state.judge(verdict);
+                }
                 Ok(_) => {}
                 Err(_) => {
                     self.open = false;
@@ -425,14 +483,22 @@ impl Ray {
         if !open {
             self.open = false;
             self.lose(GONE.to_owned());
-        } else if self.last_beat.elapsed() > self.desk.beat_timeout {
-            self.lose(self.desk.silence());
+        } else if self.last_beat.elapsed() > self.desk.beat_timeout
+            && self.desk.state.judged().is_none()
+        {
+            let reason = self.desk.silence();
+            self.lose(reason.clone());
+            // For a rank 0 that wakes up.
+            self.send(&Note::Fail {
+                culprit: Rank(0),
+                reason,
+            });
         }
     }
 
     /// Rank 0 is lost, and the judge with it.
     fn lose(&self, reason: String) {
-        self.desk.state.poison(Verdict {
+        self.desk.state.judge(Verdict {
             failure: Failure {
                 culprit: Rank(0),
                 reporter: self.desk.state.rank,

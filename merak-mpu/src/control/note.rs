@@ -17,8 +17,9 @@ pub(super) enum Note {
     Late { after: Duration, wait: Wait },
     /// What the hub has decided, for every rank.
     Poison(Verdict),
-    /// The sender has done its part and leaves.
-    Goodbye,
+    /// The sender has done its part and leaves; it waits for the end of the others where it leaves
+    /// last.
+    Goodbye { last: bool },
 }
 
 /// Who is to blame, by the hub.
@@ -61,7 +62,7 @@ impl Note {
                 frame.text(&failure.reason).0.push(u8::from(*lost));
                 frame.waits(others);
             }
-            Self::Goodbye => frame.0.push(6),
+            Self::Goodbye { last } => frame.0.extend([6, u8::from(*last)]),
         }
         frame.0
     }
@@ -93,7 +94,9 @@ impl Note {
                 lost: decoder.byte()? == 1,
                 others: decoder.waits()?,
             }),
-            6 => Self::Goodbye,
+            6 => Self::Goodbye {
+                last: decoder.byte()? == 1,
+            },
             _ => return Err(Malformed),
         };
         decoder.end()?;
@@ -142,7 +145,7 @@ mod tests {
                 lost: true,
                 others: vec![wait],
             }),
-            Note::Goodbye,
+            Note::Goodbye { last: true },
         ];
         for note in notes {
             assert_eq!(Note::decode(&note.encode()), Ok(note));

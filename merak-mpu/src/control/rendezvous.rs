@@ -1,7 +1,7 @@
 //! How the processes of a world find each other: all of them come to rank 0.
 
 use super::{
-    door::{Door, Hello, MOST_GREETING, REFUSED, Visitor, read_greeting},
+    door::{Door, Hello, MOST_GREETING, REFUSED, Visitor, complaint, read_greeting},
     poll,
     wire::{Channel, Decoder, Encoder, MOST_BYTES, Malformed},
 };
@@ -25,6 +25,10 @@ const PORTS: u16 = 16;
 
 /// Longest wait for a connection to one address, and for the first word of who listens there.
 const TRY: Duration = Duration::from_secs(1);
+
+/// How long rank 0 stays, once it has given up, to tell those why that come later. They would look
+/// for it until their deadline.
+const LAST_CALL: Duration = Duration::from_secs(2);
 
 /// Round trips from which the offset of two clocks is taken.
 const PINGS: usize = 8;
@@ -356,6 +360,11 @@ fn gather(
             answer(&mut visitor, epoch);
             visitors.insert(visitor.hello.rank.0, visitor);
         }
+        if let Some((reason, channel)) = door.take_complaint() {
+            let error = options.refuse(reason);
+            door.send_away(channel, &error.to_string());
+            return Err(error);
+        }
     }
     Ok(())
 }
@@ -470,7 +479,7 @@ fn send_all_away(
     for visitor in visitors.into_values() {
         door.send_away(visitor.channel, &reason);
     }
-    door.see_off(options.world_size - 1, &reason, TRY);
+    door.see_off(options.world_size - 1, &reason, LAST_CALL);
 }
 
 /// Where a visitor takes connections, as rank 0 sees it.
@@ -526,6 +535,18 @@ fn read_welcome(decoder: &mut Decoder<'_>) -> Result<Welcome, Malformed> {
     Ok((nonce, table))
 }
 
+/// Tells rank 0 of a meeting that this process cannot join, and why, if it is found.
+pub(crate) fn complain(options: &JoinOptions, reason: &str) {
+    let deadline = Instant::now() + options.timeout;
+    if let Ok(mut channel) = find(options, deadline) {
+        let name = rustix::system::uname();
+        let name = name.nodename().to_string_lossy();
+        // Where rank 0 has met the others or has ended, nobody waits for this process.
+        let _ = channel.send(&complaint(reason, &name));
+        let _ = channel.wait(MOST_BYTES, deadline);
+    }
+}
+
 /// Another rank: finds rank 0 and waits until all have come.
 fn visit(options: &JoinOptions) -> Result<Meeting> {
     let deadline = Instant::now() + options.timeout;
@@ -565,7 +586,7 @@ fn visit(options: &JoinOptions) -> Result<Meeting> {
 /// Looks for rank 0 on each of the ports that it may have.
 fn find(options: &JoinOptions, deadline: Instant) -> Result<Channel> {
     let mut pause = Duration::from_millis(10);
-    let mut seen = "nothing listens there".to_owned();
+    let mut seen = "nothing listens there: it has not started, or has ended before".to_owned();
     loop {
         for offset in 0..PORTS {
             let Some(port) = options.port.checked_add(offset) else {
@@ -688,4 +709,33 @@ pub(crate) fn this_host() -> String {
     let network = fs::read_link("/proc/self/ns/net").unwrap_or_default();
     let name = name.nodename().to_string_lossy().into_owned();
     format!("{name} {} {}", boot.trim(), network.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_cannot_join_ends_the_rendezvous_with_its_reason() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let options = |rank| {
+            let options = JoinOptions::new(rank, 3, "127.0.0.1", port);
+            options.with_timeout(Duration::from_secs(20))
+        };
+        let start = Instant::now();
+        let told = thread::scope(|scope| {
+            let others = [
+                scope.spawn(|| meet(&options(0), Some(listener))),
+                scope.spawn(|| meet(&options(1), None)),
+            ];
+            complain(&options(0), "RANK is \"7\"");
+            others.map(|rank| rank.join().unwrap().err().map(|error| error.to_string()))
+        });
+        let reason = "cannot join: RANK is \"7\"";
+        assert!(start.elapsed() < Duration::from_secs(15));
+        for told in told.map(Option::unwrap_or_default) {
+            assert!(told.ends_with(reason), "{told}");
+        }
+    }
 }

@@ -14,6 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// Longest wait for the verdict on what this process has reported, and for the others' last word by
+/// a rank that leaves a poisoned world.
+pub(super) const LAST_WORD: Duration = Duration::from_secs(1);
+
 /// Most waits of one rank that its heartbeat lists.
 const MOST_WAITS: usize = 16;
 
@@ -25,7 +29,10 @@ pub(crate) struct State {
     pub(crate) epoch: Instant,
     /// Rings for everything that a wait of this process may wait for.
     pub(crate) bell: Bell,
-    poison: OnceLock<Verdict>,
+    /// The first failure that this process has heard of, or has met.
+    alarm: OnceLock<Verdict>,
+    /// What counts for all ranks.
+    judged: OnceLock<Verdict>,
     ended: Vec<AtomicBool>,
     waits: Mutex<BTreeMap<usize, Wait>>,
     next_wait: AtomicUsize,
@@ -41,7 +48,8 @@ impl State {
             timeout,
             epoch,
             bell: Bell::default(),
-            poison: OnceLock::new(),
+            alarm: OnceLock::new(),
+            judged: OnceLock::new(),
             ended: (0..size).map(|_| AtomicBool::new(false)).collect(),
             waits: Mutex::default(),
             next_wait: AtomicUsize::new(0),
@@ -49,9 +57,25 @@ impl State {
         }
     }
 
-    /// What poisoned the world.
+    /// What poisoned the world: what the hub has decided, or what this process has met while it
+    /// waits for that.
     pub(crate) fn verdict(&self) -> Option<&Verdict> {
-        self.poison.get()
+        self.judged.get().or_else(|| self.alarm.get())
+    }
+
+    /// What the hub has decided.
+    pub(crate) fn judged(&self) -> Option<&Verdict> {
+        self.judged.get()
+    }
+
+    /// [`State::verdict`], after a wait for the hub where this process knows no more than what it
+    /// has met: two ranks that fail at once must not blame each other.
+    pub(crate) fn settled(&self) -> Option<&Verdict> {
+        if self.alarm.get().is_some() {
+            let deadline = Instant::now() + LAST_WORD;
+            self.bell.sleep(deadline, &|| self.judged().is_some());
+        }
+        self.verdict()
     }
 
     /// The error that every call returns once the world is poisoned.
@@ -65,11 +89,27 @@ impl State {
         }
     }
 
+    /// Notes the hub's verdict, and fails the world of this process by it. The first verdict is the
+    /// one that counts; false where there was one.
+    pub(crate) fn judge(&self, verdict: Verdict) -> bool {
+        let is_first = self.judged.set(verdict.clone()).is_ok();
+        self.poison(verdict);
+        self.bell.ring();
+        is_first
+    }
+
+    /// Notes that no verdict of the hub will come any more: what this process has met counts.
+    pub(crate) fn settle(&self) {
+        if let Some(own) = self.alarm.get() {
+            self.judge(own.clone());
+        }
+    }
+
     /// Fails the world of this process for good, unless it has failed before, and wakes all its
     /// threads.
     pub(crate) fn poison(&self, verdict: Verdict) {
         let failure = verdict.failure.clone();
-        if self.poison.set(verdict).is_ok() {
+        if self.alarm.set(verdict).is_ok() {
             let (culprit, reason) = (failure.culprit.0, failure.reason.as_str());
             tracing::warn!(rank = self.rank.0, culprit, reason, "world poisoned");
             self.bell.ring();

@@ -4,8 +4,8 @@ use super::{
     hosts::{HostList, TaskList},
     hydra,
 };
-use crate::{Error, Result, hash::fnv1a};
-use std::fmt;
+use crate::{Error, Result, control::complain, hash::fnv1a, tcp};
+use std::{fmt, time::Duration};
 
 /// What started this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -178,6 +178,32 @@ impl Launch {
         Ok(launch)
     }
 
+    /// Tells rank 0 that this process cannot join because of `error`, which
+    /// [`Launch::from_env`] has returned. Its rendezvous then ends with the reason on all ranks, and
+    /// nobody waits for this process until the deadline.
+    ///
+    /// Does nothing unless variables such as torchrun's say where rank 0 is; gives up where it is
+    /// not found within `patience`.
+    pub fn report(error: &Error, patience: Duration) {
+        let text = |name: &str| Some(std::env::var_os(name)?.to_string_lossy().into_owned());
+        let host = text("MASTER_ADDR").filter(|host| !host.is_empty());
+        let port = text("MASTER_PORT").and_then(|port| port.trim().parse().ok());
+        let is_rank = ["RANK", "WORLD_SIZE"]
+            .iter()
+            .any(|name| text(name).is_some());
+        if let (Some(host), Some(port), true) = (host, port, is_rank) {
+            let mut launch = Self::default();
+            launch.name_job(&Variables(&text), &RUN);
+            complain(
+                &tcp::JoinOptions {
+                    run: launch.job.unwrap_or_default(),
+                    ..tcp::JoinOptions::new(0, 1, &host, port).with_timeout(patience)
+                },
+                &error.to_string(),
+            );
+        }
+    }
+
     /// Whether all processes are on this host, as far as the launcher tells.
     pub fn is_on_one_host(&self) -> bool {
         self.world_size == 1 || self.local_size == Some(self.world_size)
@@ -238,11 +264,12 @@ impl Launch {
             (self.port, names.port) = (port, Some(name));
         }
         if self.launcher == Some(Launcher::Torchrun) && self.world_size > 1 {
-            for (variable, name) in [("MASTER_ADDR", names.address), ("MASTER_PORT", names.port)] {
-                if name.is_none() {
-                    let found = "WORLD_SIZE";
-                    return Err(Error::MissingVariable { variable, found });
-                }
+            let needed = [("MASTER_ADDR", names.address), ("MASTER_PORT", names.port)];
+            let missing = needed.iter().filter(|(_, found)| found.is_none());
+            let variables: Vec<_> = missing.map(|(name, _)| *name).collect();
+            if !variables.is_empty() {
+                let found = "WORLD_SIZE";
+                return Err(Error::MissingVariable { variables, found });
             }
         }
         if self.port.is_none() && self.address.is_some() {
@@ -255,6 +282,9 @@ impl Launch {
 
 /// The largest world: a larger number is a mistake, and rank 0 keeps an entry for every rank.
 const MOST_RANKS: usize = 1 << 16;
+
+/// What torchrun names a start of a run by.
+const RUN: [&str; 2] = ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"];
 
 /// Variables that an MPI library's process management sets, besides SLURM's.
 const MPI: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"];
@@ -285,10 +315,7 @@ fn torchrun(variables: &Variables<'_>) -> Result<Launch> {
     )?;
     let agent = variables.one_of(&["TORCHELASTIC_USE_AGENT_STORE"]);
     launch.port_is_taken = agent.is_some_and(|(_, value)| value.eq_ignore_ascii_case("true"));
-    launch.name_job(
-        variables,
-        &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"],
-    );
+    launch.name_job(variables, &RUN);
     Ok(launch)
 }
 
@@ -417,8 +444,10 @@ fn numbers(
     [rank, world_size, local_rank, local_size]: [&[&'static str]; 4],
 ) -> Result<Launch> {
     let needed = |names: &[&'static str]| {
-        let variable = names[0];
-        let missing = Error::MissingVariable { variable, found };
+        let missing = Error::MissingVariable {
+            variables: vec![names[0]],
+            found,
+        };
         variables.number(names)?.ok_or(missing)
     };
     let (rank, world_size) = (needed(rank)?, needed(world_size)?);
@@ -494,7 +523,8 @@ impl Variables<'_> {
             ("LOCAL_WORLD_SIZE", "RANK"),
         ] {
             if self.number(&[found])?.is_some() {
-                return Err(Error::MissingVariable { variable, found });
+                let variables = vec![variable];
+                return Err(Error::MissingVariable { variables, found });
             }
         }
         Ok(())

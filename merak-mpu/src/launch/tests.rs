@@ -216,6 +216,15 @@ fn half_an_environment_is_refused_by_the_missing_variable() {
             )
         );
     }
+    assert_eq!(
+        told(&with(
+            TORCHRUN,
+            &[("MASTER_ADDR", "-"), ("MASTER_PORT", "-")]
+        )),
+        "WORLD_SIZE is set, but MASTER_ADDR and MASTER_PORT are not: set MASTER_ADDR to the host of \
+         rank 0 and MASTER_PORT to a free port on the host of rank 0, or unset RANK and WORLD_SIZE \
+         to run this process by itself"
+    );
     for (table, found, variable) in [
         (TORCHRUN, "RANK", "WORLD_SIZE"),
         (TORCHRUN, "WORLD_SIZE", "RANK"),

@@ -89,7 +89,7 @@ impl Session {
         if let Err(error) = &session {
             // The others hear of it, and the control thread ends.
             control.fail(rank, &error.to_string());
-            control.leave();
+            control.leave(false);
         }
         session
     }
@@ -116,7 +116,7 @@ impl Session {
             if panic::catch_unwind(run).is_err() {
                 of_control.fail_soon(rank, "its progress thread panicked");
             }
-            match of_state.verdict() {
+            match of_state.settled() {
                 None if drained.is_drained.load(Ordering::Acquire) => Outcome::Drained,
                 verdict => Outcome::Failed {
                     here: verdict.is_none_or(|verdict| verdict.failure.culprit == rank),
@@ -169,8 +169,11 @@ impl Session {
         let note = state.note_wait(awaited.describe());
         let deserter = || {
             let mut absent = awaited.absent().into_iter();
-            // What a rank sent before its end is here when its end is known.
-            absent.find(|rank| state.has_ended(*rank) && !awaited.is_ready())
+            let ended = absent.find(|rank| state.has_ended(*rank))?;
+            // What a rank sent before its end is here when its end is known, and may have come
+            // since the first look.
+            let is_absent = awaited.absent().contains(&ended) && !awaited.is_ready();
+            is_absent.then_some(ended)
         };
         let is_poisoned = || state.verdict().is_some();
         state.bell.sleep(deadline, &|| {
@@ -210,7 +213,7 @@ impl Session {
                 }
             }
         }
-        self.control.leave();
+        self.control.leave(self.ends_together);
         if self.ends_together {
             self.stop();
         }
@@ -280,10 +283,8 @@ impl Engine for ProcessRank {
     }
 
     fn failure(&self) -> Option<Failure> {
-        self.0
-            .state
-            .verdict()
-            .map(|verdict| verdict.failure.clone())
+        let verdict = self.0.state.settled();
+        verdict.map(|verdict| verdict.failure.clone())
     }
 
     fn locality(&self) -> Locality {

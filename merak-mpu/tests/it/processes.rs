@@ -1,7 +1,7 @@
 //! Each test starts this test binary again, once for each rank; the child runs `a_rank_of_a_test`.
 
 use merak_mpu::{Locality, Member, Rank, ReduceOp, Result, tcp};
-use rustix::process::{Signal, getpid, kill_process};
+use rustix::process::{Pid, Signal, getpid, kill_process};
 #[cfg(target_os = "linux")]
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::{
@@ -91,17 +91,33 @@ impl Ranks {
         }
     }
 
+    /// Sends a signal to some ranks.
+    fn signal(&self, ranks: &[usize], signal: Signal) {
+        for (_, child) in self.0.iter().filter(|(rank, _)| ranks.contains(rank)) {
+            kill_process(Pid::from_child(child), signal).expect("it is a child of ours");
+        }
+    }
+
+    /// Waits until some ranks have ended.
+    fn wait_for_end(&mut self, ranks: &[usize]) {
+        let start = Instant::now();
+        for (rank, child) in self.0.iter_mut().filter(|(rank, _)| ranks.contains(rank)) {
+            while child.try_wait().expect("it is a child").is_none() {
+                assert!(start.elapsed() < DEADLINE, "rank {rank} hangs");
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+
     /// What each rank has said, by rank, once all but `stopped` have ended.
     pub(crate) fn results(mut self, stopped: Option<usize>) -> Vec<(usize, String)> {
-        let start = Instant::now();
+        let ranks = self.0.iter().map(|(rank, _)| *rank);
+        let ending: Vec<_> = ranks.filter(|rank| Some(*rank) != stopped).collect();
+        self.wait_for_end(&ending);
         let mut results = Vec::new();
         for (rank, child) in &mut self.0 {
             if Some(*rank) == stopped {
                 continue;
-            }
-            while child.try_wait().expect("it is a child").is_none() {
-                assert!(start.elapsed() < DEADLINE, "rank {rank} hangs");
-                thread::sleep(Duration::from_millis(5));
             }
             let mut said = String::new();
             let stdout = child.stdout.as_mut().expect("it is piped");
@@ -135,7 +151,7 @@ fn a_rank_of_a_test() {
     let [rank, n, port] = [0, 1, 3].map(|index| place[index].parse::<usize>().unwrap());
     let options = tcp::JoinOptions {
         run: place[4].to_owned(),
-        beat_timeout: if ["stop", "stop0", "cut"].contains(&&*scenario) {
+        beat_timeout: if ["stop", "stop0", "nap0", "pause", "cut"].contains(&&*scenario) {
             SILENCE
         } else {
             TIMEOUT / 2
@@ -156,6 +172,7 @@ fn a_rank_of_a_test() {
         match &*scenario {
             "cut" => sum_until_it_fails(&member).map(|never| match never {}),
             "where" | "bound" => place_and_sum(&member),
+            "pause" => sum_for_a_while(&member).map(|()| "well".to_owned()),
             _ => play(&scenario, &member, culprit).map(|sum| format!("sum {sum}")),
         }
     });
@@ -190,6 +207,11 @@ fn play(scenario: &str, member: &Member, culprit: usize) -> Result<f32> {
             match scenario.trim_end_matches('0') {
                 "kill" => signal(Signal::KILL),
                 "stop" => signal(Signal::STOP),
+                "nap" => {
+                    kill_process(getpid(), Signal::STOP).expect("a process may signal itself");
+                    // Another thread may get the signal, a little later.
+                    thread::sleep(SILENCE / 2);
+                }
                 "exit" => std::process::exit(0),
                 "panic" => panic!("this panic is part of a test"),
                 "abort" => {
@@ -224,6 +246,21 @@ fn sum_until_it_fails(member: &Member) -> Result<Infallible> {
         world.all_reduce_vec(vec![1.0_f32; 30_000], ReduceOp::Sum)?;
     }
     unreachable!("numbers have no end")
+}
+
+/// Sums for a second or more.
+fn sum_for_a_while(member: &Member) -> Result<()> {
+    let world = member.world_group()?;
+    for step in 0..200 {
+        if step == 20 && member.rank() == 0 {
+            let said = io::stdout().write_all(SUMMING.as_bytes());
+            said.expect("the test reads it");
+        }
+        thread::sleep(Duration::from_millis(5));
+        world.all_reduce_vec(vec![1.0_f32; 100], ReduceOp::Sum)?;
+    }
+    member.end();
+    Ok(())
 }
 
 /// Two processors on which this thread may run, if there are as many.
@@ -319,6 +356,31 @@ fn a_stopped_process_is_missed_when_its_heart_is_silent() {
     let silent = "no heartbeat within 2s";
     survivors_of_a_loss_say("stop", 1, &["rank 1 failed", silent]);
     survivors_of_a_loss_say("stop0", 0, &["rank 0 failed", silent]);
+}
+
+#[test]
+fn a_rank_0_that_wakes_up_blames_itself() {
+    let mut ranks = Ranks::start("nap0", 3, 0..3, free_port());
+    ranks.wait_for_end(&[1, 2]);
+    ranks.signal(&[0], Signal::CONT);
+    let results = ranks.results(None);
+    let asleep = "rank 0 failed: its process was stopped, or had no processor, for ";
+    assert!(results[0].1.contains(asleep), "{results:?}");
+    for (_, said) in &results[1..] {
+        let silent = "rank 0 failed: no heartbeat within 2s";
+        assert!(said.contains(silent), "{results:?}");
+    }
+}
+
+#[test]
+fn ranks_that_are_all_stopped_go_on_together() {
+    let mut ranks = Ranks::start("pause", 3, 0..3, free_port());
+    ranks.wait_for_sums();
+    ranks.signal(&[0, 1, 2], Signal::STOP);
+    thread::sleep(2 * SILENCE);
+    ranks.signal(&[0, 1, 2], Signal::CONT);
+    let results = ranks.results(None);
+    assert_eq!(results, [0, 1, 2].map(|rank| (rank, "well".to_owned())));
 }
 
 #[test]

@@ -2,6 +2,7 @@ use merak_mpu::{Member, ReduceOp, Result, tcp};
 use std::{
     io::{Read, Write},
     net::{Ipv4Addr, TcpListener, TcpStream},
+    sync::Barrier,
     thread,
     time::Duration,
 };
@@ -197,4 +198,31 @@ fn the_clocks_of_all_ranks_count_from_one_moment() {
     }
     let ended = merak_mpu::run_members(members, 1 << 20, |_| Ok::<_, merak_mpu::Error>(()));
     assert!(ended.is_ok());
+}
+
+#[test]
+fn ranks_that_fail_at_once_name_one_culprit() {
+    for _ in 0..20 {
+        let members = tcp::world(3, Duration::from_secs(15)).unwrap();
+        let start = Barrier::new(2);
+        let fail = |member: &Member| {
+            if member.rank().0 > 0 {
+                start.wait();
+                member.abort("disk full");
+            }
+            let group = member.world_group();
+            let _ = group.and_then(|world| world.barrier());
+            member.failure().map(|failure| failure.culprit)
+        };
+        let named = thread::scope(|scope| {
+            let ranks: Vec<_> = members
+                .iter()
+                .map(|member| scope.spawn(|| fail(member)))
+                .collect();
+            let named = ranks.into_iter().map(|rank| rank.join().unwrap());
+            named.collect::<Vec<_>>()
+        });
+        assert!(named[0].is_some(), "{named:?}");
+        assert!(named.iter().all(|other| *other == named[0]), "{named:?}");
+    }
 }

@@ -270,7 +270,7 @@ fn small(segments: usize) -> Vec<SegmentBytes> {
     };
     let segment = SegmentBytes {
         params: ParamSums {
-            weight_bytes: 1,
+            frozen_bytes: 1,
             ..ParamSums::default()
         },
         values: kept.by_stage()[0],

@@ -178,19 +178,22 @@ impl Gpt {
             };
             let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
             let mut reports = Vec::new();
-            let mut before = Duration::ZERO;
+            let times = || link.as_ref().map(|link| [link.busy(), link.waited()]);
+            let mut before = None;
             for step in 0..self.warmup + self.steps {
                 if step == self.warmup {
-                    before = link.as_ref().map_or(before, SlowLink::busy);
+                    before = times();
                 }
                 reports.push(trainer.train_step()?);
             }
-            let busy = link.map(|link| link.busy().saturating_sub(before));
+            let on_link = before
+                .zip(times())
+                .map(|(before, after)| [0, 1].map(|kind| after[kind].saturating_sub(before[kind])));
             let need = trainer.memory();
             let state = need.weights + need.gradients + need.optimizer;
-            Ok((reports, busy, state))
+            Ok((reports, on_link, state))
         })?;
-        let (reports, busy, _) = &results[0];
+        let (reports, on_link, _) = &results[0];
         let mut times: Vec<_> = reports[self.warmup..]
             .iter()
             .map(|report| report.time.as_secs_f64())
@@ -199,7 +202,8 @@ impl Gpt {
         let median = times[times.len() / 2];
         let planned = plan.memory(args, &[])?.into_iter();
         let planned = planned.map(|need| need.weights + need.gradients + need.optimizer);
-        let link_ms = busy.map(|busy| busy.as_secs_f64() * 1e3 / self.steps as f64);
+        let ms_per_step = |time: Duration| time.as_secs_f64() * 1e3 / self.steps as f64;
+        let on_link = on_link.map(|times| times.map(ms_per_step));
         Ok(json!({
             "mode": self.mode(),
             "schedule": plan.schedule_name(),
@@ -211,7 +215,8 @@ impl Gpt {
             "peak_bytes": peak_resident_bytes(),
             "state_bytes": results.iter().map(|(_, _, state)| state).max(),
             "planned_state_bytes": planned.max(),
-            "replica_link_ms": link_ms,
+            "replica_link_ms": on_link.map(|[busy, _]| busy),
+            "replica_wait_ms": on_link.map(|[_, waited]| waited),
         }))
     }
 

@@ -2,7 +2,7 @@
 
 use super::launch::{self, RankFailed};
 use merak_ckpt::cli;
-use merak_mpu::Launch;
+use merak_mpu::{Error as GroupError, Launch};
 use merak_trainer::{Error as RunError, chain, metrics::Screen};
 use std::{error::Error, io, process::ExitCode, thread, time::Duration};
 
@@ -15,7 +15,10 @@ pub(crate) type Outcome = Result<ExitCode, Failure>;
 
 /// How long a rank that leaves a message to another goes on: a launcher ends all ranks as soon as
 /// one has ended.
-const HEAD_START: Duration = Duration::from_secs(1);
+pub(crate) const HEAD_START: Duration = Duration::from_secs(1);
+
+/// How long a process that cannot join looks for rank 0 to say so, after its own message.
+const REPORT: Duration = Duration::from_secs(3);
 
 /// Whether rank 0 surely tells what this process of a launch meets before it has met the others:
 /// those that `merak launch` starts are alike. Elsewhere rank 0 gets the time to say it first,
@@ -76,6 +79,14 @@ impl Failure {
                 screen.note(&line);
                 cli::report(&screen.marked(&line));
             }
+        }
+        if let Some(RunError::Group(error)) = self.run_error()
+            && matches!(
+                **error,
+                GroupError::BadVariable { .. } | GroupError::MissingVariable { .. }
+            )
+        {
+            Launch::report(error, REPORT);
         }
     }
 

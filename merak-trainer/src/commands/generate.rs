@@ -92,6 +92,7 @@ pub(crate) fn run(args: &Args, screen: &Screen) -> Outcome {
     let world = world::join(None, screen)?;
     let ready = world.agree(Ready::new(args, &world))?;
     let session = &ready.session;
+    session.check_same(&world, &ready.prompts)?;
     let results = session.on_ranks(&world, |trainer| {
         ready.continue_prompts(trainer, args.stream)
     });

@@ -7,17 +7,15 @@ use super::{
     output,
 };
 use merak_ckpt::{
-    Checksum,
+    Checksum, HfFolder,
     words::{Bytes, plain},
 };
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
-    CheckedArguments, Config, ConfigError, CostCache, CostModel, DataArguments, DataFormat, Error,
-    FasterSchedule, FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result,
-    Room, RunFolder, SeqLength, TrainSchedule, TrainerParts, Workload, World,
-    data::{
-        Corpus, CrateSources, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer,
-    },
+    CheckedArguments, Config, ConfigError, CostCache, CostModel, DataFormat, Error, FasterSchedule,
+    FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, Room, RunFolder,
+    SeqLength, TrainSchedule, TrainerParts, Workload, World,
+    data::{Corpus, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer},
     keys, threads_per_rank,
 };
 use std::{fmt::Write as _, sync::Arc};
@@ -210,9 +208,8 @@ impl Prepared {
             let _ = writeln!(text, "{name} {}", Checksum::of(content));
         }
         if let Some(folder) = &self.args.model.hf_dir {
-            let mut weights = DataArguments::default();
-            (weights.path, weights.format) = (Some(folder.clone()), DataFormat::Tensors);
-            let weights = DataFingerprint::of(&weights, &CrateSources::default(), None, 0)?;
+            let names = HfFolder::open(&folder.0)?;
+            let weights = DataFingerprint::of_files(&folder.0, &names.weight_files())?;
             let contents = weights.contents.map(|contents| contents.to_string());
             let _ = writeln!(
                 text,

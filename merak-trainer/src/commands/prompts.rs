@@ -25,6 +25,7 @@ const STOP: &str = "stop";
 pub(crate) fn run(config: &Config, world: &World) -> Outcome {
     let located = |error| config.locate(error);
     let session = world.agree(session(config, world).map_err(located))?;
+    session.check_same(world, &[])?;
     let refused = continue_lines(&session, world).map_err(located)?;
     // The same status as for other faulty inputs.
     Ok(ExitCode::from(if refused > 0 { 2 } else { 0 }))

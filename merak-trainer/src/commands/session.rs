@@ -60,6 +60,18 @@ impl Session {
         })
     }
 
+    /// Refuses processes with other degrees, options or prompts than most. Without prompts, those
+    /// of the first rank count.
+    ///
+    /// # Communication
+    /// Between processes, as [`World::check_same`].
+    pub(crate) fn check_same(&self, world: &World, prompts: &[Vec<u32>]) -> Result<()> {
+        let (degrees, options) = (self.plan.draft.degrees, &self.options);
+        world.check_same("the configuration", &format!("{degrees}\n{options:#?}"))?;
+        let lines: Vec<_> = prompts.iter().map(|ids| format!("{ids:?}")).collect();
+        world.check_same("the prompts", &lines.join("\n"))
+    }
+
     /// Calls `body` with each rank's trainer, and returns the result of this process's lowest rank.
     pub(crate) fn on_ranks<T: Send>(
         &self,

@@ -1,6 +1,6 @@
 //! `merak train`: the whole way from a configuration to a trained model.
 
-use super::{Outcome, keys::Keys, output, prepared::Prepared, signals, world};
+use super::{Outcome, failure::HEAD_START, keys::Keys, output, prepared::Prepared, signals, world};
 use clap::Args as ClapArgs;
 use merak_ckpt::{
     Completion, GenerateOptions, Store,
@@ -15,11 +15,16 @@ use merak_trainer::{
     data::bigram_loss,
     metrics::{EvaluationMetrics, Progress, Reporter, Screen},
 };
+use signal_hook::low_level::signal_name;
 use std::{
     fmt::Write as _,
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::{Arc, atomic::AtomicI64},
+    sync::{
+        Arc,
+        atomic::{AtomicI64, Ordering},
+    },
+    thread,
     time::Duration,
 };
 
@@ -85,7 +90,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     });
     let located = |error| config.locate(error);
     let Some(folder) = folder else {
-        return Ok(exit_code(outcome.map_err(located)?.stopped_by()));
+        return Ok(exit_code(outcome.map_err(located)?.stopped(), &stop));
     };
     let output_dir = prepared.args.run_folder()?;
     let ended = settle(outcome, &folder, &output_dir).map_err(located)?;
@@ -96,14 +101,21 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
         }
         Ended::HadNothingLeft(checkpoint) => output::print(run.nothing_left(checkpoint))?,
     }
-    Ok(exit_code(ended.stopped_by()))
+    Ok(exit_code(ended.stopped(), &stop))
 }
 
-/// The exit status of a run: that of the signal which ended it, if one did.
-fn exit_code(stopped_by: Option<i64>) -> ExitCode {
-    stopped_by.map_or(ExitCode::SUCCESS, |signal| {
-        ExitCode::from((128 + signal) as u8)
-    })
+/// The exit status of a run: that of the signal which ended it, if one did. Processes that have not
+/// got it themselves leave after the one that has, which a launcher then names.
+fn exit_code(stopped: Option<(i64, usize)>, seen: &AtomicI64) -> ExitCode {
+    let Some((signal, rank)) = stopped else {
+        return ExitCode::SUCCESS;
+    };
+    if seen.load(Ordering::Relaxed) == 0 {
+        let name = signal_name(signal as i32).unwrap_or("a signal");
+        tracing::info!("{name} at rank {rank} has ended the run");
+        thread::sleep(HEAD_START);
+    }
+    ExitCode::from((128 + signal) as u8)
 }
 
 /// The arguments of a training.
@@ -159,10 +171,13 @@ enum Ended {
 }
 
 impl Ended {
-    /// The signal that ended training early.
-    fn stopped_by(&self) -> Option<i64> {
+    /// The signal that ended training early, and the rank that got it.
+    fn stopped(&self) -> Option<(i64, usize)> {
         match self {
-            Self::Trained(finished) => finished.output.stopped_by,
+            Self::Trained(finished) => {
+                let output = &finished.output;
+                output.stopped_by.zip(output.stopped_on)
+            }
             Self::HadNothingLeft(_) => None,
         }
     }

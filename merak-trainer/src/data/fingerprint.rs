@@ -2,6 +2,7 @@
 
 use std::{
     fmt::{self, Write as _},
+    fs,
     os::unix::fs::FileExt as _,
     path::Path,
 };
@@ -67,15 +68,39 @@ impl DataFingerprint {
             Some(path) => named(&path.0, arguments)?,
             None => crates.named(arguments.max_bytes)?,
         };
-        let tokenizer = tokenizer.map(TokenizerFingerprint::of).transpose()?;
-        let mut left = arguments.max_bytes.map_or(u64::MAX, |bytes| bytes as u64);
+        let most = arguments.max_bytes.map_or(u64::MAX, |bytes| bytes as u64);
+        Ok(Self {
+            samples: samples as u64,
+            tokenizer: tokenizer.map(TokenizerFingerprint::of).transpose()?,
+            ..Self::of_candidates(files, most)?
+        })
+    }
+
+    /// Takes the fingerprint of some files of a folder.
+    ///
+    /// # Errors
+    ///
+    /// When they cannot be read.
+    pub fn of_files(folder: &Path, names: &[&str]) -> Result<Self> {
+        let file = |name: &&str| {
+            let path = folder.join(name);
+            let metadata = fs::metadata(&path).map_err(|source| cannot_read(&path, source))?;
+            let bytes = metadata.len();
+            Ok(((*name).to_owned(), Candidate { path, bytes }))
+        };
+        let files = names.iter().map(file).collect::<Result<_>>()?;
+        Self::of_candidates(files, u64::MAX)
+    }
+
+    /// The fingerprint of the first `left` bytes of files.
+    fn of_candidates(files: Vec<(String, Candidate)>, mut left: u64) -> Result<Self> {
         let mut found = Self {
             files: 0,
             bytes: 0,
             names: Checksum(0),
             contents: None,
-            samples: samples as u64,
-            tokenizer,
+            samples: 0,
+            tokenizer: None,
         };
         let mut names = String::new();
         let mut taken = Vec::new();
@@ -209,8 +234,6 @@ fn contents(files: &[Candidate], bytes: u64) -> Result<Checksum> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
     use crate::config::InputPath;
 
@@ -275,6 +298,22 @@ mod tests {
         );
         assert_eq!(print(folder.path(), "here", DataFormat::Tensors).files, 0);
     }
+
+    #[test]
+    fn files_of_a_folder_are_told_by_what_they_hold_and_others_do_not_count() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        write("pytorch_model.bin", "abc");
+        let print = || DataFingerprint::of_files(folder.path(), &["pytorch_model.bin"]).unwrap();
+        let first = print();
+        assert_eq!((first.files, first.bytes), (1, 3));
+        write("notes", "of this host");
+        assert_eq!(print(), first);
+        write("pytorch_model.bin", "abd");
+        assert_ne!(print(), first);
+        assert!(DataFingerprint::of_files(folder.path(), &["nothing"]).is_err());
+    }
+
     #[test]
     fn much_data_are_told_by_blocks_from_the_first_to_the_last() {
         for bytes in [0, 1, BLOCK, BLOCK + 1, BLOCK * BLOCKS] {

@@ -1,6 +1,6 @@
 //! Parameters that replicas divide: a bucket of them is gathered before its use and freed after it.
 
-use super::ParamMemory;
+use super::{ParamMemory, StageParams};
 use crate::error::Result;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use merak_mpu::{Buffer, DType, into_vec};
@@ -17,11 +17,13 @@ use std::{
 /// The parameters of one stage, as its nodes read them.
 #[derive(Debug)]
 pub(crate) struct StageValues {
-    /// For each parameter of the stage's program.
+    program: Arc<StageProgram>,
+    /// For each parameter of the program.
     places: Vec<Place>,
+    memory: ParamMemory,
     buckets: Option<Arc<Buckets>>,
-    /// The visits of each kind of pass, by its phases.
-    courses: BTreeMap<Vec<Phase>, Arc<[Visit]>>,
+    /// The visits of each kind of pass that was made, by its phases.
+    courses: Mutex<BTreeMap<Vec<Phase>, Arc<[Visit]>>>,
     pass: Mutex<Pass>,
 }
 
@@ -30,6 +32,8 @@ pub(crate) struct StageValues {
 enum Place {
     /// It lies in memory.
     Held(Value),
+    /// It lies in memory, and after a step waits for a bucket that other ranks send.
+    Arriving { value: Value, bucket: usize },
     /// It is one of a bucket's parameters.
     Gathered { bucket: usize, index: usize },
 }
@@ -47,56 +51,67 @@ struct Visit {
 /// How far the pass in hand has come.
 #[derive(Debug, Default)]
 struct Pass {
-    course: Option<Arc<[Visit]>>,
+    course: Arc<[Visit]>,
     visits: usize,
 }
 
 impl StageValues {
-    /// The parameters of a program; `held` are the values of those that lie in memory, `places` the
-    /// positions of the program's parameters in the rank's table.
+    /// The parameters of a program; `places` are their positions in the rank's table.
     pub(super) fn new(
-        program: &StageProgram,
+        program: &Arc<StageProgram>,
         places: &[usize],
-        held: &[Option<Value>],
+        params: &StageParams,
         buckets: Option<&Arc<Buckets>>,
     ) -> Self {
-        let place = |&index: &usize| match (&held[index], buckets) {
-            (None, Some(buckets)) => buckets.place_of[&index].clone(),
-            (value, _) => Place::Held(
-                value
-                    .clone()
-                    .expect("an undivided parameter lies in memory"),
-            ),
-        };
-        let places: Vec<_> = places.iter().map(place).collect();
-        let mut courses = BTreeMap::new();
-        if buckets.is_some() {
-            for phases in PASSES {
-                let reads = program.param_reads(phases).into_iter();
-                let read = reads.filter_map(|param| match places[param.index()] {
-                    Place::Held(_) => None,
-                    Place::Gathered { bucket, .. } => Some(bucket),
-                });
-                courses.insert(phases.to_vec(), course(&read.collect::<Vec<_>>()).into());
+        let place = |&index: &usize| {
+            let value = params.views[index].clone();
+            match (value, params.last_buckets[index], buckets) {
+                (None, _, Some(buckets)) => buckets.place_of[&index].clone(),
+                (None, _, None) => unreachable!("an undivided parameter lies in memory"),
+                (Some(value), Some(bucket), _) => Place::Arriving { value, bucket },
+                (Some(value), None, _) => Place::Held(value),
             }
-        }
+        };
         Self {
-            places,
+            program: Arc::clone(program),
+            memory: params.memory(),
+            places: places.iter().map(place).collect(),
             buckets: buckets.cloned(),
-            courses,
+            courses: Mutex::default(),
             pass: Mutex::default(),
         }
     }
 
-    /// Begins a pass of these phases.
-    pub(super) fn begin(&self, phases: &[Phase]) {
+    /// Begins a pass of these phases. Behind a forward, the group of replicas is there for
+    /// gradients, so that all parameters arrive before.
+    pub(super) fn begin(&self, phases: &[Phase]) -> TraceResult<()> {
+        if phases != [Phase::Forward] {
+            self.memory.wait_through(usize::MAX).map_err(of_zero)?;
+        }
         let Some(buckets) = &self.buckets else {
-            return;
+            return Ok(());
         };
-        let course = self.courses.get(phases).cloned();
-        let first = course.as_ref().and_then(|course| course.first());
-        buckets.begin_with(first.map(|visit| visit.bucket));
+        let mut courses = lock(&self.courses);
+        let known = courses.get(phases).cloned();
+        let course = known.unwrap_or_else(|| {
+            let course = self.course(phases);
+            courses.insert(phases.to_vec(), Arc::clone(&course));
+            course
+        });
+        drop(courses);
+        buckets.begin_with(course.first().map(|visit| visit.bucket));
         *lock(&self.pass) = Pass { course, visits: 0 };
+        Ok(())
+    }
+
+    /// The visits of a pass of these phases.
+    fn course(&self, phases: &[Phase]) -> Arc<[Visit]> {
+        let reads = self.program.param_reads(phases).into_iter();
+        let read = reads.filter_map(|param| match self.places[param.index()] {
+            Place::Held(_) | Place::Arriving { .. } => None,
+            Place::Gathered { bucket, .. } => Some(bucket),
+        });
+        course(&read.collect::<Vec<_>>()).into()
     }
 
     /// The next visit of the pass, if it is one to this bucket.
@@ -104,8 +119,7 @@ impl StageValues {
         let mut pass = lock(&self.pass);
         let number = pass.visits;
         pass.visits += 1;
-        let course = pass.course.as_ref();
-        let visit = course.and_then(|course| course.get(number)).copied();
+        let visit = pass.course.get(number).copied();
         // A program that reads in another order than foreseen gathers for each read.
         visit
             .filter(|visit| visit.bucket == bucket)
@@ -121,6 +135,10 @@ impl Params for StageValues {
     fn value(&self, param: usize) -> TraceResult<Value> {
         let (bucket, index) = match &self.places[param] {
             Place::Held(value) => return Ok(value.clone()),
+            Place::Arriving { value, bucket } => {
+                self.memory.wait_through(*bucket).map_err(of_zero)?;
+                return Ok(value.clone());
+            }
             Place::Gathered { bucket, index } => (*bucket, *index),
         };
         let buckets = self
@@ -130,21 +148,6 @@ impl Params for StageValues {
         buckets.read(self.visit(bucket), index)
     }
 }
-
-/// The phases of every kind of pass: the forward, and the parts of the backward.
-const PASSES: [&[Phase]; 7] = [
-    &[Phase::Forward],
-    &[Phase::Recompute],
-    &[Phase::Recompute, Phase::BackwardInput],
-    &[Phase::BackwardInput],
-    &[Phase::BackwardWeight],
-    &[
-        Phase::Recompute,
-        Phase::BackwardInput,
-        Phase::BackwardWeight,
-    ],
-    &[Phase::BackwardInput, Phase::BackwardWeight],
-];
 
 /// A bucket stays while at most this number of other buckets is read before it is read again.
 const OTHERS_BEFORE_RETURN: usize = 1;

@@ -265,7 +265,7 @@ impl StageModule for StepModule<'_> {
         let is_last = program.send.is_empty();
         let batch = self.batch(program, microbatch)?;
         let context = self.inputs.contexts[microbatch];
-        stage.values.begin(&[Phase::Forward]);
+        stage.values.begin(&[Phase::Forward])?;
         let Forwarded {
             frame,
             send,
@@ -289,7 +289,7 @@ impl StageModule for StepModule<'_> {
         let key = self.key(action);
         let mut frame = self.frame(key)?;
         let stage = &self.stages.stages[key.0];
-        stage.values.begin(&[Phase::Recompute]);
+        stage.values.begin(&[Phase::Recompute])?;
         stage.interpreter.recompute(&mut frame, &stage.values)?;
         self.frames.insert(key, frame);
         Ok(())
@@ -305,7 +305,7 @@ impl StageModule for StepModule<'_> {
         let stage = &self.stages.stages[key.0];
         let sent = &stage.interpreter.program().send;
         let grads = self.unpack(grad, with_grads(sent))?;
-        stage.values.begin(frame.input_phases());
+        stage.values.begin(frame.input_phases())?;
         let back = stage.interpreter.backward_input(
             &mut frame,
             &stage.values,
@@ -321,7 +321,7 @@ impl StageModule for StepModule<'_> {
         let mut frame = self.frame(key)?;
         let (stages, mut reduction) = self.stages.with_sink(&mut self.missing);
         let stage = &stages[key.0];
-        stage.values.begin(&[Phase::BackwardWeight]);
+        stage.values.begin(&[Phase::BackwardWeight])?;
         stage
             .interpreter
             .backward_weight(&mut frame, &stage.values, &mut reduction)
@@ -339,7 +339,7 @@ impl StageModule for StepModule<'_> {
         let loss_grad = self.inputs.loss_grad;
         let (stages, mut reduction) = self.stages.with_sink(&mut self.missing);
         let stage = &stages[key.0];
-        stage.values.begin(frame.backward_phases());
+        stage.values.begin(frame.backward_phases())?;
         let back = stage.interpreter.backward(
             &mut frame,
             &stage.values,

@@ -5,12 +5,12 @@ use crate::error::Result;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use merak_mpu::{Buffer, DType};
 use merak_trace::{Backend, Param, Value};
-use merak_zero::ZeroOptimizer;
+use merak_zero::{Arrivals, Bucket, ZeroOptimizer};
 use std::{
     borrow::Cow,
     ops::Range,
     sync::{
-        Arc, PoisonError, RwLock,
+        Arc, Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -24,6 +24,8 @@ pub(crate) struct StageParams {
     /// One value per parameter, in the order in which they were given; none where replicas divide
     /// the parameter.
     pub(crate) views: Vec<Option<Value>>,
+    /// For each parameter, the last bucket with elements of it, if it is trained.
+    pub(crate) last_buckets: Vec<Option<usize>>,
 }
 
 /// A handle with which other threads read the memory of parameters; writers wait for its readers.
@@ -37,6 +39,8 @@ pub(crate) struct ParamMemory {
     places: Arc<[Place]>,
     /// How often the parameters were written.
     writes: Arc<AtomicU64>,
+    /// What other ranks have stepped and this one has not received.
+    arrivals: Arc<Mutex<Option<Arrivals>>>,
 }
 
 /// A parameter as it is kept.
@@ -155,8 +159,8 @@ impl StageParams {
             Place::whole(buffer, dtype, start..lens[buffer])
         };
         let mut places: Vec<_> = params.iter().map(place).collect();
+        let last_buckets = last_buckets(params, optimizer);
         let mut views = vec![None; params.len()];
-        let mut copied = None;
         let mut buffers = Vec::with_capacity(lens.len());
         for (buffer, len) in lens.into_iter().enumerate() {
             if buffer == TRAINED && optimizer.divides_params() {
@@ -171,10 +175,6 @@ impl StageParams {
             let offsets = own.iter().map(|&i| places[i].pieces[0].range.start);
             let offsets: Vec<_> = offsets.collect();
             let store = backend.param_store(&of_buffer, &offsets, len)?;
-            if buffer == TRAINED {
-                let mut read = of_buffer.iter().map(Param::kept_dtype);
-                copied = read.find(|read| *read != store.flat.dtype());
-            }
             for (index, view) in own.into_iter().zip(store.views) {
                 views[index] = Some(view);
                 places[index].dtype = store.flat.dtype();
@@ -182,12 +182,14 @@ impl StageParams {
             buffers.push(store.flat);
         }
         Ok(Self {
-            copied,
+            copied: copied(params, &places, &views),
             views,
+            last_buckets,
             memory: ParamMemory {
                 buffers: Arc::new(RwLock::new(buffers)),
                 places: places.into(),
                 writes: Arc::default(),
+                arrivals: Arc::default(),
             },
         })
     }
@@ -216,7 +218,7 @@ impl StageParams {
             .iter()
             .map(|b| b.len() * b.dtype().size_bytes())
             .sum();
-        let copy = self.copied.map_or(0, |dtype| dtype.size_bytes());
+        let copy = self.copied.map_or(0, DType::size_bytes);
         kept + buffers[TRAINED].len() * copy
     }
 
@@ -293,7 +295,14 @@ impl StageParams {
         self.change(|buffers| update(&mut *buffers[TRAINED]))
     }
 
+    /// Lets parameters of other ranks arrive when they are [waited
+    /// for](ParamMemory::wait_through).
+    pub(crate) fn expect(&mut self, arrivals: Arrivals) {
+        *self.memory.arrivals() = arrivals.first_missing().map(|_| arrivals);
+    }
+
     fn change<R>(&mut self, change: impl FnOnce(&mut [Box<dyn Buffer>]) -> R) -> R {
+        self.memory.check_settled();
         self.memory.writes.fetch_add(1, Ordering::Relaxed);
         let buffers = self.memory.buffers.write();
         change(&mut buffers.unwrap_or_else(PoisonError::into_inner))
@@ -317,8 +326,34 @@ impl ParamMemory {
         self.writes.load(Ordering::Relaxed)
     }
 
+    /// Waits until a bucket of the optimizer's layout, and those before it, have arrived.
+    ///
+    /// # Communication
+    /// After a step in ZeRO stages 1 and 2, an all-gather of each bucket over the replicas.
+    pub(crate) fn wait_through(&self, bucket: usize) -> merak_zero::Result<()> {
+        let mut arrivals = self.arrivals();
+        if let Some(missing) = &mut *arrivals {
+            let mut buffers = self.buffers.write().unwrap_or_else(PoisonError::into_inner);
+            missing.wait_through(bucket, &mut *buffers[TRAINED])?;
+            if missing.first_missing().is_none() {
+                *arrivals = None;
+            }
+        }
+        Ok(())
+    }
+
+    fn arrivals(&self) -> MutexGuard<'_, Option<Arrivals>> {
+        self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whoever reads or changes the memory waits for all buckets first.
+    fn check_settled(&self) {
+        debug_assert!(self.arrivals().is_none(), "parameters are under way");
+    }
+
     /// Shows the first buffer, which has the trained parameters.
     pub(crate) fn read_trained(&self, look: &mut dyn FnMut(&[f32])) {
+        self.check_settled();
         let buffers = self.buffers.read();
         let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
         buffers[TRAINED].read(&mut |bytes| look(bytemuck::cast_slice(bytes)));
@@ -326,6 +361,7 @@ impl ParamMemory {
 
     /// Shows the bytes of every piece as it is kept, in the order of [`ParamMemory::pieces`].
     pub(crate) fn read(&self, look: &mut dyn FnMut(&[&[u8]])) {
+        self.check_settled();
         let buffers = self.buffers.read();
         let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
         read_together(&buffers, &[], &mut |bytes| {
@@ -336,6 +372,31 @@ impl ParamMemory {
             look(&pieces.collect::<Vec<_>>());
         });
     }
+}
+
+/// For each parameter, the last bucket with elements of it, if it is trained.
+fn last_buckets(params: &[Param], optimizer: &ZeroOptimizer) -> Vec<Option<usize>> {
+    let layout = optimizer.layout();
+    let mut trained = 0..layout.params().len();
+    let last = |param: &Param| {
+        let range = layout.range(param.trainable.then(|| trained.next())??);
+        let behind = |bucket: &Bucket| bucket.flat.start < range.end;
+        layout.buckets().partition_point(behind).checked_sub(1)
+    };
+    params.iter().map(last).collect()
+}
+
+/// The element type of copies that nodes read in the place of masters.
+fn copied(params: &[Param], places: &[Place], views: &[Option<Value>]) -> Option<DType> {
+    let mut whole = params
+        .iter()
+        .zip(places)
+        .zip(views)
+        .filter(|(_, view)| view.is_some());
+    whole.find_map(|((param, place), _)| {
+        let read = param.kept_dtype();
+        (read != place.dtype).then_some(read)
+    })
 }
 
 /// What the rank keeps of each trained parameter, in the order of the layout.

@@ -153,6 +153,7 @@ impl MerakTrainer {
         &mut self,
         write: impl Fn(ShardSource, &Draft) -> merak_ckpt::Result<T>,
     ) -> Result<(Draft, Vec<T>, Header)> {
+        self.stages.settle()?;
         self.finish_save()?;
         self.finish_rotation()?;
         for callback in &mut self.parts.callbacks {
@@ -304,6 +305,7 @@ impl MerakTrainer {
         let base = &mut self.base_values;
         let dtypes: Vec<_> = (0..params.len()).map(|i| self.stages.stored(i)).collect();
         let mut outcome = Ok(());
+        self.stages.settle()?;
         self.stages.params.write(&mut |index, values| {
             if params[index].beside.is_some() {
                 values.fill(0);
@@ -500,6 +502,7 @@ impl MerakTrainer {
     /// Takes weights that were read. Parameters that the checkpoint lacks are drawn, or stay as
     /// they are.
     pub(super) fn set_weights(&mut self, weights: &[Option<Vec<u8>>]) -> Result<()> {
+        self.stages.settle()?;
         // The weights may differ from those of the base.
         self.saving.base = None;
         if self.stages.is_blank {

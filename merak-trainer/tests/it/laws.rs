@@ -1,5 +1,6 @@
 //! What no topology, schedule or interruption may change.
 
+pub(crate) mod agreement; // L2 over 30 steps, in every stage and precision
 mod best; // the best model of a run
 mod bf16; // L1 to L3: weights of bf16
 mod data; // samples: their order, their names, their evaluation

@@ -5,7 +5,7 @@ mod f16; // the loss scale
 use merak_ckpt::GenerateOptions;
 
 use crate::{
-    laws::{encoders, generation::generate, narrow},
+    laws::{agreement, encoders, generation::generate, narrow},
     support::{Case, assert_close_losses, assert_close_tensors, numbers},
 };
 
@@ -59,6 +59,17 @@ fn bf16_trains_close_to_f32_on_any_topology() {
         let kept = masters.filter(|&&x| half::bf16::from_f32(x).to_f32().to_bits() != x.to_bits());
         assert!(kept.count() > 0, "{family}");
     }
+}
+
+/// `cargo test -p merak-trainer --features tch --test it -- --ignored thirty`.
+#[test]
+#[ignore = "takes minutes"]
+fn all_stages_and_topologies_train_like_one_rank_for_thirty_steps_in_16_bits() {
+    const F16: agreement::Precision = agreement::Precision {
+        keys: &[("fp16", "true"), ("initial_scale_power", "14")],
+        tolerance: 2.0 / 2048.0,
+    };
+    agreement::holds("tch", &[agreement::BF16, F16]);
 }
 
 #[test]

@@ -168,3 +168,35 @@ fn owned_ranges(optimizer: &ZeroOptimizer) -> Vec<std::ops::Range<usize>> {
         .map(|block| block.flat.clone())
         .collect()
 }
+
+#[test]
+fn parameters_of_other_ranks_arrive_bucket_by_bucket() {
+    for stage in [ZeroStage::OptimizerState, ZeroStage::Gradients] {
+        let config = ZeroConfig {
+            gather_bucket_size: 9_999,
+            ..config(stage)
+        };
+        world(2, |member| {
+            let mut at_once = data_parallel(&member, config.clone());
+            let mut later = data_parallel(&member, config.clone());
+            let before = noises(1, len());
+            let (mut expected, mut found) = (before.clone(), before.clone());
+            let grads = grads(0, member.rank().0);
+            let mut reduced_grads = reduced(&mut at_once, grads.clone()).unwrap();
+            at_once
+                .step(&mut expected, &mut reduced_grads, lr(0))
+                .unwrap();
+            let mut reduced_grads = reduced(&mut later, grads).unwrap();
+            let started = later.start_step(&mut found, &mut reduced_grads, lr(0));
+            let (_, mut arrivals) = started.unwrap();
+            for (number, bucket) in later.layout().buckets().iter().enumerate() {
+                assert_eq!(arrivals.first_missing(), Some(number));
+                let of_other = later.layout().part(bucket, 1 - member.rank().0).flat;
+                assert!(found[of_other.clone()] == before[of_other], "{number}");
+                arrivals.wait_through(number, &mut found).unwrap();
+                assert!(found[bucket.flat.clone()] == expected[bucket.flat.clone()]);
+            }
+            assert_eq!(arrivals.first_missing(), None);
+        });
+    }
+}

@@ -1,6 +1,6 @@
 //! candle tensors as values: access to their elements, reuse of their memory, and flat parameters.
 
-use super::pool::Pool;
+use super::{super::misplaced, pool::Pool};
 use crate::{
     Error, Param, ParamStore, Result, TensorType, Value,
     kernels::{Threads, narrow, widen},
@@ -297,10 +297,7 @@ pub(super) fn param_values(
         let ty = &param.local;
         let is_kept = [ty.dtype, param.kept_dtype()].contains(&flat.ty().dtype);
         if !is_kept || offset + ty.numel() > len {
-            return Err(Error::Backend {
-                node: param.name.clone(),
-                reason: format!("of type {ty} at {offset} does not fit {}", flat.ty()),
-            });
+            return Err(misplaced(param, offset, flat));
         }
         let view = (whole.tensor)
             .narrow(0, offset, ty.numel())
@@ -400,6 +397,24 @@ struct Masters {
     threads: Threads,
 }
 
+impl Masters {
+    /// Brings some elements of the copy up to date.
+    fn renew(&mut self, elements: Range<usize>) {
+        let Self {
+            flat,
+            copy,
+            threads,
+        } = self;
+        flat.read(&mut |wide| {
+            let wide = &bytemuck::cast_slice(wide)[elements.clone()];
+            copy.write(&mut |bytes| {
+                let copy = &mut bytemuck::cast_slice_mut(bytes)[elements.clone()];
+                narrow(threads, wide, copy);
+            });
+        });
+    }
+}
+
 impl Buffer for Masters {
     fn dtype(&self) -> DType {
         self.flat.dtype()
@@ -418,20 +433,18 @@ impl Buffer for Masters {
         self.written();
     }
 
+    fn write_part(&mut self, bytes: Range<usize>, f: &mut dyn FnMut(&mut [u8])) {
+        self.flat.write_part(bytes.clone(), f);
+        let size = self.flat.dtype().size_bytes();
+        self.renew(bytes.start / size..bytes.end.div_ceil(size));
+    }
+
     fn memory(&mut self) -> Memory {
         self.flat.memory()
     }
 
     fn written(&mut self) {
-        let Self {
-            flat,
-            copy,
-            threads,
-        } = self;
-        flat.read(&mut |wide| {
-            let wide = bytemuck::cast_slice(wide);
-            copy.write(&mut |bytes| narrow(threads, wide, bytemuck::cast_slice_mut(bytes)));
-        });
+        self.renew(0..self.flat.len());
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {

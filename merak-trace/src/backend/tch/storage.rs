@@ -4,11 +4,11 @@
     reason = "reads and writes the memory of libtorch tensors as slices"
 )]
 
-use super::{at, shim};
+use super::{super::misplaced, at, shim};
 use crate::{Error, Param, ParamStore, Result, TensorType, Value, value::Lease};
 pub(super) use merak_mpu::tch::kind_of as kind;
 use merak_mpu::{Buffer, DType, Element, Memory};
-use std::{any::Any, sync::Arc};
+use std::{any::Any, ops::Range, sync::Arc};
 use tch::{Device, Kind, Tensor};
 
 /// libtorch's name of an element type.
@@ -249,6 +249,19 @@ impl Buffer for TchBuffer {
         }
     }
 
+    fn write_part(&mut self, bytes: Range<usize>, f: &mut dyn FnMut(&mut [u8])) {
+        if !self.is_host() {
+            return self.write(&mut |all| f(&mut all[bytes.clone()]));
+        }
+        f(&mut bytes_mut(&mut self.flat, self.dtype)[bytes.clone()]);
+        if let Some(copy) = &mut self.copy {
+            let size = self.dtype.size_bytes();
+            let (start, len) = (int(bytes.start / size), int(bytes.len() / size));
+            let mut copy = copy.narrow(0, start, len);
+            copy.copy_(&self.flat.narrow(0, start, len));
+        }
+    }
+
     fn memory(&mut self) -> Memory {
         // Who uses the address knows nothing of strides.
         if !self.flat.is_contiguous() {
@@ -309,10 +322,7 @@ pub(super) fn param_values(
     let value = |(param, &offset): (&Param, &usize)| {
         let ty = &param.local;
         if offset + ty.numel() > len {
-            return Err(Error::Backend {
-                node: param.name.clone(),
-                reason: format!("of type {ty} at {offset} does not fit {}", flat.ty()),
-            });
+            return Err(misplaced(param, offset, flat));
         }
         let kind = kind_of(ty)?;
         let view = (whole.tensor)

@@ -2,13 +2,19 @@
 
 use std::{fmt, os::unix::process::ExitStatusExt, process::ExitStatus};
 
-use signal_hook::low_level::signal_name;
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1},
+    low_level::signal_name,
+};
 
 /// The exit status of a rank that ends because another one has failed.
 const SURVIVOR: i32 = 3;
 
 /// The exit status of wrong input, which all ranks meet alike.
 const WRONG_INPUT: i32 = 2;
+
+/// The signals that ask a training to end.
+const STOPS: [i32; 4] = [SIGHUP, SIGINT, SIGTERM, SIGUSR1];
 
 /// How a rank ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,9 +55,13 @@ impl How {
     }
 
     /// Whether the others may end by themselves, or tell more than this rank: wrong input ends all,
-    /// and a survivor has a culprit.
+    /// a survivor has a culprit, and a training that a signal to one rank ends is saved by all.
     pub(super) fn lets_others_end(self) -> bool {
-        matches!(self, Self::Status(WRONG_INPUT | SURVIVOR))
+        let by_request = |status| STOPS.iter().any(|signal| status == 128 + signal);
+        match self {
+            Self::Status(status) => matches!(status, WRONG_INPUT | SURVIVOR) || by_request(status),
+            Self::Signal(_) => false,
+        }
     }
 }
 
@@ -116,7 +126,7 @@ pub(super) fn verdict(ends: &[End], passed_on: &[i32]) -> Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
+    use signal_hook::consts::SIGKILL;
 
     fn end(rank: usize, how: How) -> End {
         let asked = false;
@@ -171,6 +181,21 @@ mod tests {
             (vec![end(1, Status(3)), end(0, Status(3))], (1, 3)),
         ] {
             assert_eq!(culprit(&ends), expected, "{ends:?}");
+        }
+    }
+
+    #[test]
+    fn ranks_may_end_by_themselves_after_one_that_ends_as_asked() {
+        for (how, expected) in [
+            (How::Status(2), true),
+            (How::Status(3), true),
+            (How::Status(130), true),
+            (How::Status(138), true),
+            (How::Status(137), false),
+            (How::Status(1), false),
+            (How::Signal(SIGTERM), false),
+        ] {
+            assert_eq!(how.lets_others_end(), expected, "{how}");
         }
     }
 

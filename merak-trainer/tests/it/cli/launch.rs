@@ -13,7 +13,7 @@ use std::{
 use insta::assert_snapshot;
 use serde_json::Value;
 
-use super::{Ended, Workplace};
+use super::{Ended, Workplace, processes::rank_in};
 
 /// No launch of these tests takes so long.
 const DEADLINE: Duration = Duration::from_secs(40);
@@ -282,6 +282,32 @@ fn ranks_start_again_on_a_new_port_until_they_succeed_or_the_restarts_are_used()
 }
 
 #[test]
+fn the_rank_that_alone_got_a_signal_is_named() {
+    let place = Workplace::new();
+    for rank in [2, 0] {
+        let line = format!(
+            "launch -n 3 -- train merak.toml --dp 3 --max_steps 100000 --output_dir run-{rank}"
+        );
+        let command = place.command(&line);
+        let ended = thread::scope(|scope| {
+            scope.spawn(|| {
+                let records = place.path(&format!("run-{rank}/metrics.jsonl"));
+                while !fs::read(&records).is_ok_and(|records| !records.is_empty()) {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                kill("INT", rank_in(place.folder.path(), rank));
+            });
+            end(&place, command)
+        });
+        assert_eq!(ended.status, Some(130), "{}", ended.stderr);
+        let last = ended.stderr.lines().last();
+        let named = format!("error: rank {rank} ended with status 130");
+        assert_eq!(last, Some(&*named), "{}", ended.stderr);
+        assert!(!ended.stderr.contains("SIGTERM"), "{}", ended.stderr);
+    }
+}
+
+#[test]
 fn a_training_that_is_killed_goes_on_from_its_last_checkpoint() {
     let place = Workplace::new();
     let line = "launch -n 1 --max-restarts 1 -- train merak.toml --max_steps 100000 --save_steps 5 --save_total_limit 2";
@@ -387,6 +413,12 @@ fn what_all_processes_meet_is_told_once() {
              more than 0 and at most 1e9",
         ),
         (
+            "train merak.toml --tp 3",
+            "transformer.h.0.attn.c_attn: 16 output features cannot be split over tp = 3 \
+             (input_output_mapping, entry 1: inputs to outputs 1:3, column-parallel): choose \"tp\" \
+             among 1, 2 (command line --tp)",
+        ),
+        (
             "train merak.toml --dp 3 --log =",
             "--log \"=\": invalid filter directive",
         ),
@@ -411,8 +443,9 @@ fn half_an_environment_is_told_and_a_world_of_one_is_a_process() {
     assert_eq!(ended.status, Some(2));
     assert_eq!(
         ended.stderr,
-        "error: WORLD_SIZE is set, but MASTER_ADDR is not: set MASTER_ADDR to the host of rank 0, or \
-         unset RANK and WORLD_SIZE to run this process by itself\n"
+        "error: WORLD_SIZE is set, but MASTER_ADDR and MASTER_PORT are not: set MASTER_ADDR to the \
+         host of rank 0 and MASTER_PORT to a free port on the host of rank 0, or unset RANK and \
+         WORLD_SIZE to run this process by itself\n"
     );
     let ended = half(&[("RANK", "3")]);
     assert_eq!(
@@ -434,6 +467,40 @@ fn half_an_environment_is_told_and_a_world_of_one_is_a_process() {
         nested.stderr.contains("SLURM has started 2 processes"),
         "{}",
         nested.stderr
+    );
+}
+
+#[test]
+fn a_process_that_cannot_join_tells_those_that_wait_for_it() {
+    let place = Workplace::new();
+    let port = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let port = port.local_addr().expect("an address").port();
+    let rank = |rank: &str| {
+        let mut command = place.command("train merak.toml --dp 3 --distributed.timeout_s 100");
+        command.envs([
+            ("RANK", rank),
+            ("WORLD_SIZE", "3"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", &port.to_string()),
+        ]);
+        command
+    };
+    // All end long before rank 2 could be missed.
+    let told = thread::scope(|scope| {
+        let ranks = ["0", "1", "7"].map(rank);
+        let ends = ranks.map(|command| scope.spawn(|| end(&place, command)));
+        ends.map(|end| end.join().expect("it ends"))
+    });
+    for ended in &told {
+        assert_eq!(ended.status, Some(2), "{}", ended.stderr);
+        let reason = "RANK is \"7\", but should be below the world size of 3\n";
+        assert!(ended.stderr.ends_with(reason), "{}", ended.stderr);
+    }
+    let first = &told[0].stderr;
+    assert!(
+        first.starts_with("error: rank 0 cannot meet the others at 127.0.0.1:")
+            && first.contains(" cannot join: RANK is"),
+        "{first}"
     );
 }
 

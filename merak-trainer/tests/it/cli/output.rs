@@ -467,7 +467,8 @@ fn the_bench_prints_one_line_of_json() {
             "peak_bytes",
             "state_bytes",
             "planned_state_bytes",
-            "replica_link_ms"
+            "replica_link_ms",
+            "replica_wait_ms"
         ]
     );
     assert_eq!(
@@ -479,7 +480,9 @@ fn the_bench_prints_one_line_of_json() {
     assert_eq!(single["planned_state_bytes"], 16 * elements);
     let slow = bench("--dp 2 --zero 3 --replica-link 10");
     assert_eq!(slow["first_loss"], single["first_loss"]);
-    assert!(slow["replica_link_ms"].as_f64().is_some_and(|ms| ms > 0.0));
+    let ms = |key: &str| slow[key].as_f64().expect("a number");
+    assert!(ms("replica_link_ms") > 0.0);
+    assert!((0.0..=ms("replica_link_ms")).contains(&ms("replica_wait_ms")));
     let pipelined = bench("--pp 2");
     assert_eq!(pipelined["mode"], "pp2");
     let schedule = pipelined["schedule"].as_str().expect("a name");

@@ -7,6 +7,7 @@ use serde_json::Value;
 use super::{
     Ended, Workplace,
     launch::{end, kill},
+    weights,
 };
 
 /// Runs a command on processes, one per rank.
@@ -85,7 +86,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 /// The process of a rank that runs in a folder.
-fn rank_in(folder: &Path, rank: usize) -> u32 {
+pub(super) fn rank_in(folder: &Path, rank: usize) -> u32 {
     let variable = format!("RANK={rank}");
     let is_it = |process: &Path| {
         let cwd = fs::read_link(process.join("cwd"));
@@ -142,6 +143,34 @@ fn processes_write_the_records_and_checkpoints_of_threads() {
     assert_eq!(succeed(&generated), place.succeed(generate));
 }
 
+/// Checks that of three processes the one whose input differs names it, and the others that one.
+fn expect_odd(what: &str, odd: usize, ended: &[Ended]) {
+    let told: Vec<_> = ended
+        .iter()
+        .map(|ended| (ended.status, ended.stderr.as_str()))
+        .collect();
+    let most: Vec<_> = (0..3).filter(|rank| *rank != odd).collect();
+    let differs = format!(
+        "{what} differs from that of ranks {} and {}",
+        most[0], most[1]
+    );
+    assert!(
+        told[odd].1.contains(&format!("error: {differs}")),
+        "{told:?}"
+    );
+    assert_eq!(told[odd].0, Some(2), "{told:?}");
+    for rank in most {
+        assert_eq!(told[rank].0, Some(3), "{told:?}");
+    }
+    assert!(
+        odd == 0
+            || told[0]
+                .1
+                .contains(&format!("error: rank {odd} failed: {differs}")),
+        "{told:?}"
+    );
+}
+
 #[test]
 fn equal_inputs_may_lie_elsewhere_and_the_process_with_others_is_named() {
     let place = Workplace::new();
@@ -162,31 +191,12 @@ fn equal_inputs_may_lie_elsewhere_and_the_process_with_others_is_named() {
     for ended in run(["", "other/", ""], "same") {
         assert_eq!(ended.status, Some(0), "{}", ended.stderr);
     }
-    let told = |ended: &[Ended]| -> Vec<_> {
-        let one = |ended: &Ended| (ended.status, ended.stderr.clone());
-        ended.iter().map(one).collect()
-    };
     let expect_odd = |what: &str, inputs: [&str; 3]| {
         let odd = inputs.iter().position(|inputs| *inputs == "other/");
-        let odd = odd.expect("a rank with other inputs");
-        let told = told(&run(inputs, "never"));
-        let most: Vec<_> = (0..3).filter(|rank| *rank != odd).collect();
-        let differs = format!(
-            "{what} differs from that of ranks {} and {}",
-            most[0], most[1]
-        );
-        assert!(
-            told[odd].1.contains(&format!("error: {differs}")),
-            "{told:?}"
-        );
-        assert_eq!(told[odd].0, Some(2), "{told:?}");
-        for rank in most {
-            assert_eq!(told[rank].0, Some(3), "{told:?}");
-        }
-        let first = &told[0].1;
-        assert!(
-            odd == 0 || first.contains(&format!("error: rank {odd} failed: {differs}")),
-            "{told:?}"
+        expect_odd(
+            what,
+            odd.expect("a rank with other inputs"),
+            &run(inputs, "never"),
         );
     };
     let text = fs::read_to_string(place.path("text/a.txt")).expect("a text");
@@ -198,6 +208,107 @@ fn equal_inputs_may_lie_elsewhere_and_the_process_with_others_is_named() {
     place.write("other/model.json", &model.replace("0.1", "0.2"));
     expect_odd("the model", ["", "other/", ""]);
     assert!(!place.path("never").exists());
+}
+
+#[test]
+fn weights_tokenizer_and_adapter_are_compared_by_what_they_hold() {
+    let place = weights::with_folder(None);
+    let adapter = r#"{"r": 2, "lora_alpha": 4, "target_modules": ["c_attn"]}"#;
+    place.write("lora.json", adapter);
+    fs::create_dir(place.path("other")).expect("a writable folder");
+    let copy = |name: &str| {
+        let (from, to) = (place.path(name), place.path("other").join(name));
+        fs::create_dir_all(to.parent().expect("a folder")).expect("a writable folder");
+        fs::copy(from, to).expect("our file");
+    };
+    let names = ["model.safetensors", "config.json", "tokenizer.json"];
+    let all = names.map(|name| format!("hf/{name}"));
+    let all: Vec<_> = all
+        .iter()
+        .map(String::as_str)
+        .chain(["lora.json"])
+        .collect();
+    all.iter().for_each(|name| copy(name));
+    let run = |inputs: [&str; 3], run: &str| {
+        by_hand(
+            &place,
+            &inputs.map(|inputs| {
+                format!(
+                    "train hf.toml --dp 3 --max_steps 1 --output_dir {run} --model.hf_dir {inputs}hf \
+                     --data.tokenizer {inputs}hf/tokenizer.json --lora_config {inputs}lora.json"
+                )
+            }),
+        )
+    };
+    for ended in run(["", "", "other/"], "same") {
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    }
+    let change = |name: &str, change: &dyn Fn(Vec<u8>) -> Vec<u8>| {
+        let path = place.path("other").join(name);
+        let bytes = fs::read(&path).expect("our file");
+        fs::write(path, change(bytes)).expect("our file");
+    };
+    // The last number of a weight.
+    change("hf/model.safetensors", &|mut bytes| {
+        *bytes.last_mut().expect("a byte") ^= 1;
+        bytes
+    });
+    expect_odd("the model", 1, &run(["", "other/", ""], "never"));
+    copy("hf/model.safetensors");
+    // Two tokens change places.
+    change("hf/tokenizer.json", &|bytes| {
+        let mut json: Value = serde_json::from_slice(&bytes).expect("JSON");
+        let vocab = json["model"]["vocab"].as_object_mut().expect("tokens");
+        let ids: Vec<_> = vocab.values().cloned().collect();
+        for (id, other) in vocab.values_mut().zip([&ids[1], &ids[0]]) {
+            *id = other.clone();
+        }
+        json.to_string().into_bytes()
+    });
+    expect_odd("the model", 2, &run(["", "", "other/"], "never"));
+    copy("hf/tokenizer.json");
+    place.write("other/lora.json", &adapter.replace('4', "8"));
+    expect_odd("the model", 1, &run(["", "other/", ""], "never"));
+    assert!(!place.path("never").exists());
+}
+
+#[test]
+fn processes_that_are_to_generate_something_else_are_named() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let run = |odd: &str| {
+        let usual = "generate run --prompt fn --dp 3".to_owned();
+        by_hand(&place, &[usual.clone(), usual, odd.to_owned()])
+    };
+    for (odd, what) in [
+        ("generate run --prompt if --dp 3", "the prompts"),
+        ("generate run --prompt fn --pp 3", "the configuration"),
+        (
+            "generate run --prompt fn --dp 3 --seed 7",
+            "the configuration",
+        ),
+    ] {
+        expect_odd(what, 2, &run(odd));
+    }
+}
+
+#[test]
+fn sharded_parameters_of_processes_are_those_of_threads() {
+    let place = Workplace::new();
+    for stage in [2, 3] {
+        let line = |run: &str| {
+            format!(
+                "train merak.toml --dp 2 --tp 2 --zero_stage {stage} --save_steps 2 \
+                 --gradient_accumulation_steps 2 --output_dir {run}-{stage}"
+            )
+        };
+        place.succeed(&line("threads"));
+        succeed(&launched(&place, 4, &line("processes")));
+        let [processes, threads] = ["processes", "threads"].map(|run| format!("{run}-{stage}"));
+        assert_eq!(records(&place, &processes), records(&place, &threads));
+        let checkpoints = |run: &str| files(&place.path(run).join("checkpoints"));
+        assert_eq!(checkpoints(&processes), checkpoints(&threads));
+    }
 }
 
 #[test]

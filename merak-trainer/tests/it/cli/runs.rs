@@ -442,9 +442,12 @@ fn a_removed_folder_is_made_anew_with_its_metrics() {
 fn a_failure_once_a_step_has_run_ends_with_status_1_and_its_place() {
     let place = Workplace::new();
     let run = Running::of(place.command(&format!("{ENDLESS} --pp 2")));
+    // Meanwhile the run would make its folder again.
+    run.send("STOP");
     fs::rename(place.path("run"), place.path("old")).expect("it can be renamed");
     place.write("run", "in the way");
     run.send("TERM");
+    run.send("CONT");
     let (status, said) = run.end();
     assert_eq!(status.code(), Some(1), "{said}");
     let error = said.lines().last().expect("an error");

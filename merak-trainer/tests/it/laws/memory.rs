@@ -45,6 +45,25 @@ fn model_state_takes_what_its_stage_says_and_the_plan_foretells_it() {
 }
 
 #[test]
+fn the_plan_foretells_what_a_rank_holds_beside_frozen_weights() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let lora = serde_json::json!({ "target_modules": ["c_attn"], "r": 64 });
+    let case = case().with_lora(folder.path(), &lora).on((2, 1, 1));
+    for bf16 in [false, true] {
+        for stage in 0..=3 {
+            let case = case.clone().with("bf16", bf16).with("zero_stage", stage);
+            let held = case.on_ranks(|trainer| {
+                trainer.train_step()?;
+                Ok(state(&trainer.memory()))
+            });
+            let needs = case.plan().memory(&case.arguments(), &[]);
+            let expected = state(&needs.expect("a legal plan")[0]);
+            assert_eq!(held.iter().sum::<usize>(), 2 * expected, "stage {stage}");
+        }
+    }
+}
+
+#[test]
 fn a_divided_run_holds_few_buckets_of_parameters_and_of_gradients_at_once() {
     // One bucket for each parameter.
     let case = case().on((2, 1, 1)).with("zero_reduce_bucket_size", 1);

@@ -1,0 +1,168 @@
+//! The gathering of parameters over the replicas.
+
+use crate::{Error, Result, flat};
+use merak_mpu::{Buffer, Communicator, Group, Pending, into_vec};
+use std::{collections::VecDeque, ops::Range};
+
+/// The operation, for errors.
+const GATHERING: &str = "gathering of parameters";
+
+/// Most chunks that are under way at once: each has a copy of its parameters.
+const MOST_IN_FLIGHT: usize = 2;
+
+/// Gathers buckets of parameters that the ranks of a data x sequence group divide among themselves.
+///
+/// Every rank of the group gathers the same buckets in the same order.
+#[derive(Debug, Clone)]
+pub struct Gatherer {
+    group: Group,
+    /// For each bucket, this rank's part among the elements that it owns, and the lengths of all
+    /// ranks' parts.
+    buckets: Vec<(Range<usize>, Vec<usize>)>,
+}
+
+impl Gatherer {
+    /// `buckets` are, for each bucket, this rank's part among the elements that it owns, and the
+    /// lengths of all ranks' parts.
+    pub(crate) fn new(group: Group, buckets: Vec<(Range<usize>, Vec<usize>)>) -> Self {
+        Self { group, buckets }
+    }
+
+    /// Where this rank's part of a bucket lies among the elements that it owns.
+    ///
+    /// # Panics
+    /// When the layout has no such bucket.
+    pub fn own_part(&self, bucket: usize) -> Range<usize> {
+        self.buckets[bucket].0.clone()
+    }
+
+    /// Starts to gather a bucket; `own` are the values of this rank's part, of any element type.
+    /// The result has those of all elements of the bucket, in flat order.
+    ///
+    /// # Communication
+    /// An all-gather of the parts.
+    ///
+    /// # Errors
+    /// When `own` has another length or the group fails.
+    ///
+    /// # Panics
+    /// When the layout has no such bucket.
+    pub fn start(&self, bucket: usize, own: Box<dyn Buffer>) -> Result<PendingBucket> {
+        let lengths = self.buckets[bucket].1.clone();
+        let pending = self.group.start_all_gather_parts(own, lengths);
+        pending
+            .map(PendingBucket)
+            .map_err(Error::communication(GATHERING))
+    }
+}
+
+/// A bucket of parameters that is being gathered.
+#[derive(Debug)]
+pub struct PendingBucket(Pending<Box<dyn Buffer>>);
+
+impl PendingBucket {
+    /// Waits for the values of all elements of the bucket.
+    ///
+    /// # Errors
+    /// When the group fails.
+    pub fn wait(self) -> Result<Box<dyn Buffer>> {
+        let gathered = self.0.wait();
+        gathered.map_err(Error::communication(GATHERING))
+    }
+}
+
+/// Parameters that other ranks have stepped, on their way into the flat buffer of this one (stages
+/// 1 and 2).
+///
+/// They arrive bucket by bucket, in flat order, which is that of the forward pass. Two collectives
+/// are under way at most. Every rank of the data x sequence group waits for all buckets before it
+/// uses the group for anything else.
+#[derive(Debug)]
+#[must_use = "parameters of other ranks arrive when they are waited for"]
+pub struct Arrivals {
+    group: Group,
+    waiting: VecDeque<Chunk>,
+    under_way: VecDeque<(Chunk, Pending<Box<dyn Buffer>>)>,
+}
+
+/// What one collective gathers.
+#[derive(Debug)]
+pub(crate) struct Chunk {
+    pub(crate) bucket: usize,
+    /// The elements of the flat buffer that each rank sends.
+    pub(crate) pieces: Vec<Range<usize>>,
+}
+
+impl Arrivals {
+    pub(crate) fn new(group: Group, chunks: VecDeque<Chunk>) -> Self {
+        Self {
+            group,
+            waiting: chunks,
+            under_way: VecDeque::new(),
+        }
+    }
+
+    /// The first bucket that has not arrived; `None` when all have.
+    pub fn first_missing(&self) -> Option<usize> {
+        let mut chunks = self.under_way.iter().map(|(chunk, _)| chunk);
+        let first = chunks.next().or(self.waiting.front());
+        first.map(|chunk| chunk.bucket)
+    }
+
+    /// Waits until this bucket and those before it are in `params`, the flat buffer that was
+    /// stepped. Starts the gathering of later ones meanwhile.
+    ///
+    /// # Communication
+    /// All-gathers of `4 L / N` bytes from each of `N` ranks for a bucket of `L` elements.
+    ///
+    /// # Errors
+    /// When the group fails.
+    pub fn wait_through(&mut self, bucket: usize, params: &mut dyn Buffer) -> Result<()> {
+        while self.first_missing().is_some_and(|next| next <= bucket) {
+            self.start(params)?;
+            self.finish_oldest(params)?;
+            self.start(params)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all buckets, as [`Arrivals::wait_through`].
+    ///
+    /// # Errors
+    /// When the group fails.
+    pub fn finish(&mut self, params: &mut dyn Buffer) -> Result<()> {
+        self.wait_through(usize::MAX, params)
+    }
+
+    /// Starts the next collectives, as many as may be under way.
+    pub(crate) fn start(&mut self, params: &dyn Buffer) -> Result<()> {
+        while self.under_way.len() < MOST_IN_FLIGHT
+            && let Some(chunk) = self.waiting.pop_front()
+        {
+            let own = chunk.pieces[self.group.rank()].clone();
+            let own = flat::read(params, |p| p[own].to_vec());
+            let lengths = chunk.pieces.iter().map(Range::len).collect();
+            let pending = self.group.start_all_gather_parts(Box::new(own), lengths);
+            let pending = pending.map_err(Error::communication(GATHERING))?;
+            self.under_way.push_back((chunk, pending));
+        }
+        Ok(())
+    }
+
+    fn finish_oldest(&mut self, params: &mut dyn Buffer) -> Result<()> {
+        let Some((chunk, pending)) = self.under_way.pop_front() else {
+            return Ok(());
+        };
+        let all: Vec<f32> = pending
+            .wait()
+            .and_then(into_vec)
+            .map_err(Error::communication(GATHERING))?;
+        let mut rest = all.as_slice();
+        for piece in chunk.pieces {
+            let (values, behind) = rest.split_at(piece.len());
+            flat::write_part(params, piece, |p| p.copy_from_slice(values));
+            rest = behind;
+        }
+        Ok(())
+    }
+}
