@@ -386,6 +386,11 @@ mod tests {
         let narrow: Vec<_> = masters.map(half::bf16::from_f32).into();
         let views = backend.param_values(&params, &[3, 0], Box::new(narrow));
         assert_eq!(read(&views.unwrap()[1]), rounded[..3]);
+        let two = |bytes: &mut [u8]| bytes.copy_from_slice(bytemuck::cast_slice(&[2.0_f32, 2.0]));
+        store.flat.write_part(8..16, &mut { two });
+        let two = 2.0_f32.to_bits();
+        assert_eq!(read(&store.views[0]), [two, rounded[4]]);
+        assert_eq!(read(&store.views[1]), [rounded[0], rounded[1], two]);
         store.flat.clear();
         assert_eq!(read(&store.views[0]), [0, 0]);
     }

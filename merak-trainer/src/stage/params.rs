@@ -161,7 +161,6 @@ impl StageParams {
         let mut places: Vec<_> = params.iter().map(place).collect();
         let last_buckets = last_buckets(params, optimizer);
         let mut views = vec![None; params.len()];
-        let mut copied = None;
         let mut buffers = Vec::with_capacity(lens.len());
         for (buffer, len) in lens.into_iter().enumerate() {
             if buffer == TRAINED && optimizer.divides_params() {
@@ -176,10 +175,6 @@ impl StageParams {
             let offsets = own.iter().map(|&i| places[i].pieces[0].range.start);
             let offsets: Vec<_> = offsets.collect();
             let store = backend.param_store(&of_buffer, &offsets, len)?;
-            if buffer == TRAINED {
-                let mut read = of_buffer.iter().map(Param::kept_dtype);
-                copied = read.find(|read| *read != store.flat.dtype());
-            }
             for (index, view) in own.into_iter().zip(store.views) {
                 views[index] = Some(view);
                 places[index].dtype = store.flat.dtype();
@@ -187,7 +182,7 @@ impl StageParams {
             buffers.push(store.flat);
         }
         Ok(Self {
-            copied,
+            copied: copied(params, &places, &views),
             views,
             last_buckets,
             memory: ParamMemory {
@@ -223,7 +218,7 @@ impl StageParams {
             .iter()
             .map(|b| b.len() * b.dtype().size_bytes())
             .sum();
-        let copy = self.copied.map_or(0, |dtype| dtype.size_bytes());
+        let copy = self.copied.map_or(0, DType::size_bytes);
         kept + buffers[TRAINED].len() * copy
     }
 
@@ -389,6 +384,19 @@ fn last_buckets(params: &[Param], optimizer: &ZeroOptimizer) -> Vec<Option<usize
         layout.buckets().partition_point(behind).checked_sub(1)
     };
     params.iter().map(last).collect()
+}
+
+/// The element type of copies that nodes read in the place of masters.
+fn copied(params: &[Param], places: &[Place], views: &[Option<Value>]) -> Option<DType> {
+    let mut whole = params
+        .iter()
+        .zip(places)
+        .zip(views)
+        .filter(|(_, view)| view.is_some());
+    whole.find_map(|((param, place), _)| {
+        let read = param.kept_dtype();
+        (read != place.dtype).then_some(read)
+    })
 }
 
 /// What the rank keeps of each trained parameter, in the order of the layout.

@@ -398,7 +398,7 @@ struct Masters {
 }
 
 impl Masters {
-    /// Rounds some of the masters into the copy.
+    /// Brings some elements of the copy up to date.
     fn renew(&mut self, elements: Range<usize>) {
         let Self {
             flat,
@@ -408,8 +408,8 @@ impl Masters {
         flat.read(&mut |wide| {
             let wide = &bytemuck::cast_slice(wide)[elements.clone()];
             copy.write(&mut |bytes| {
-                let copies = &mut bytemuck::cast_slice_mut(bytes)[elements.clone()];
-                narrow(threads, wide, copies);
+                let copy = &mut bytemuck::cast_slice_mut(bytes)[elements.clone()];
+                narrow(threads, wide, copy);
             });
         });
     }
@@ -433,18 +433,18 @@ impl Buffer for Masters {
         self.written();
     }
 
+    fn write_part(&mut self, bytes: Range<usize>, f: &mut dyn FnMut(&mut [u8])) {
+        self.flat.write_part(bytes.clone(), f);
+        let size = self.flat.dtype().size_bytes();
+        self.renew(bytes.start / size..bytes.end.div_ceil(size));
+    }
+
     fn memory(&mut self) -> Memory {
         self.flat.memory()
     }
 
-    fn write_part(&mut self, bytes: Range<usize>, f: &mut dyn FnMut(&mut [u8])) {
-        self.flat.write_part(bytes.clone(), f);
-        let size = self.dtype().size_bytes();
-        self.renew(bytes.start / size..bytes.end / size);
-    }
-
     fn written(&mut self) {
-        self.renew(0..self.len());
+        self.renew(0..self.flat.len());
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
