@@ -480,8 +480,9 @@ impl MerakTrainer {
         let world = self.stages.mpu.world_group();
         let seen = self.parts.stop.load(Ordering::Relaxed);
         // One number for both: the larger signal first, then the lower rank.
-        let size = world.world_size() as i64;
-        let place = size - 1 - world.rank() as i64;
+        let number = |ranks| i64::try_from(ranks).expect("a world has fewer ranks");
+        let size = number(world.world_size());
+        let place = size - 1 - number(world.rank());
         let own = if seen == 0 { 0 } else { seen * size + place };
         let agreed = world.all_reduce_scalar(own, ReduceOp::Max)?;
         let rank = (size - 1 - agreed.rem_euclid(size)) as usize;

@@ -228,7 +228,9 @@ fn weights_tokenizer_and_adapter_are_compared_by_what_they_hold() {
         .map(String::as_str)
         .chain(["lora.json"])
         .collect();
-    all.iter().for_each(|name| copy(name));
+    for name in &all {
+        copy(name);
+    }
     let run = |inputs: [&str; 3], run: &str| {
         by_hand(
             &place,
