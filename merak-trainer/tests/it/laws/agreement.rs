@@ -67,9 +67,7 @@ pub(crate) fn holds(backend: &str, precisions: &[Precision]) {
     }
 }
 
-/// `cargo test -p merak-trainer --test it -- --ignored agreement`.
 #[test]
-#[ignore = "takes minutes"]
 fn all_stages_and_topologies_train_like_one_rank_for_thirty_steps() {
     holds("candle", &[WIDE, BF16]);
 }
