@@ -12,6 +12,7 @@
 //! | rows | [`softmax`], [`cross_entropy`], [`embedding`] and their gradients, [`sum_rows`] |
 //! | activations | [`activation`], [`silu_mul`] and their gradients |
 //! | arithmetic | [`add`], [`mul`], [`scale`], [`add_suffix`] |
+//! | order | [`transpose`] |
 //! | random | [`dropout`], [`init`] |
 //!
 //! Letters in shapes: B samples, S positions (Sq of queries, Sk of keys), H heads (Hq, Hkv), D
@@ -60,6 +61,7 @@ mod softmax;
 #[cfg(test)]
 mod testing;
 mod threads;
+mod transpose;
 mod trig;
 mod units;
 
@@ -90,4 +92,5 @@ pub use rope::{Turn, rope};
 pub use rows::sum_rows;
 pub use softmax::{softmax, softmax_grad};
 pub use threads::Threads;
+pub use transpose::transpose;
 pub use units::Units;

@@ -1,5 +1,4 @@
-//! The default backend: candle tensors in host memory, with fused kernels for the operations that
-//! decide the speed.
+//! The default backend: values in host memory, which candle's tensors can share, and fused kernels.
 
 mod accumulate;
 mod attention;
@@ -17,10 +16,10 @@ use crate::{
     kernels::{Threads, Units},
     value::MemoryMeter,
 };
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use merak_mpu::{Buffer, DType, into_vec, zeros};
 use pool::{Pool, Pooled};
-use storage::{Handle, Kept, Scalar, at, elements, kept, steal};
+use storage::{Handle, Kept, Scalar, at, elements, kept, own_elements, steal};
 
 /// Runs nodes on the CPU, on the compute threads of one rank.
 ///
@@ -93,7 +92,7 @@ impl Candle {
     ///
     /// # Examples
     /// ```
-    /// use candle_core::{Device, Tensor};
+    /// use candle_core::Tensor;
     /// use merak_trace::backend::candle::Candle;
     ///
     /// let backend = Candle::new(1)?;
@@ -112,27 +111,31 @@ impl Candle {
     /// # Errors
     /// When the tensor is not on the CPU, or of another type than a [`DType`].
     pub fn value_of(&self, tensor: &Tensor) -> Result<Value> {
-        let (ty, tensor) = storage::admitted(tensor)?;
-        let lease = self.memory.lease(ty.size_bytes());
-        Ok(Handle::new(tensor, None, Some(lease)).into_value(ty))
+        storage::value_of(tensor, |bytes| self.memory.lease(bytes))
     }
 
     /// Wraps memory that the pool gets back.
     fn wrap<T: Pooled>(&self, ty: &TensorType, data: Vec<T>) -> Result<Value> {
-        let lease = self.memory.lease(ty.size_bytes());
-        let tensor =
-            Tensor::from_vec(data, ty.shape.as_slice(), &Device::Cpu).map_err(at("allocation"))?;
-        Ok(Handle::new(tensor, Some(self.pool.clone()), Some(lease)).into_value(ty.clone()))
+        self.wrap_in(ty, data, Some(self.pool.clone()))
     }
 
     /// Wraps memory that is freed after its last use.
     fn wrap_once<T: Scalar>(&self, ty: &TensorType, data: Vec<T>) -> Result<Value> {
-        let tensor =
-            Tensor::from_vec(data, ty.shape.as_slice(), &Device::Cpu).map_err(at("allocation"))?;
-        Ok(
-            Handle::new(tensor, None, Some(self.memory.lease(ty.size_bytes())))
-                .into_value(ty.clone()),
-        )
+        self.wrap_in(ty, data, None)
+    }
+
+    fn wrap_in<T: Scalar>(
+        &self,
+        ty: &TensorType,
+        data: Vec<T>,
+        pool: Option<Pool>,
+    ) -> Result<Value> {
+        if data.len() != ty.numel() {
+            let reason = format!("cannot be made of {} elements", data.len());
+            return Err(at("allocation")(format!("{ty} {reason}")));
+        }
+        let lease = self.memory.lease(ty.size_bytes());
+        Ok(Handle::new(data, pool, lease).into_value(ty.clone()))
     }
 
     /// Memory for a result, with unspecified contents.
@@ -263,9 +266,7 @@ impl Backend for Candle {
         if ty.dtype == DType::BF16 {
             let values = into_vec::<half::bf16>(buffer).map_err(at("parameters"))?;
             let lease = self.memory.lease(ty.size_bytes());
-            let tensor = Tensor::from_vec(values, ty.numel(), &Device::Cpu);
-            let tensor = tensor.map_err(at("parameters"))?;
-            let whole = Handle::narrow(tensor, self.pool.clone(), Some(lease));
+            let whole = Handle::narrow(values, self.pool.clone(), lease);
             return storage::param_values(params, offsets, &whole.into_value(ty));
         }
         // Its memory is not for the pool: a value that nothing else shares is no whole of it.
@@ -281,6 +282,7 @@ impl Backend for Candle {
 mod tests {
     use super::*;
     use crate::{Init, Op, ParamRole, RunContext};
+    use candle_core::Device;
 
     fn ty<const N: usize>(shape: [usize; N], dtype: DType) -> TensorType {
         TensorType::new(shape, dtype)
@@ -393,6 +395,39 @@ mod tests {
         assert_eq!(read(&store.views[1]), [rounded[0], rounded[1], two]);
         store.flat.clear();
         assert_eq!(read(&store.views[0]), [0, 0]);
+    }
+
+    #[test]
+    fn elements_are_converted_as_candle_converts_them() {
+        let backend = Candle::new(1).unwrap();
+        let numbers = [0.0, 1.0, 2.5, -3.75, 300.0, 70_000.0, 16_777_217.0, -1e30];
+        for from in DType::ALL {
+            let numbers = Tensor::new(&numbers, &Device::Cpu).unwrap();
+            let numbers = numbers.to_dtype(from.into()).unwrap();
+            for to in DType::ALL {
+                let call = Call {
+                    name: "cast",
+                    op: &Op::Cast { dtype: to },
+                    results: &[ty([8], to)],
+                    context: &RunContext::default(),
+                };
+                let value = backend.value_of(&numbers).unwrap();
+                let cast = backend.run(call, vec![value]).unwrap().remove(0);
+                let cast = Candle::tensor_of(&cast).unwrap();
+                let expected = numbers.to_dtype(to.into()).unwrap();
+                assert_eq!(cast.dtype(), expected.dtype());
+                let f64s = |t: Tensor| {
+                    t.to_dtype(candle_core::DType::F64)
+                        .unwrap()
+                        .to_vec1::<f64>()
+                };
+                assert_eq!(
+                    f64s(cast).unwrap(),
+                    f64s(expected).unwrap(),
+                    "{from} to {to}"
+                );
+            }
+        }
     }
 
     #[test]

@@ -11,8 +11,8 @@ use merak_ckpt::cli::at_least_one;
 use merak_mpu::{GroupKind, LinkSpeed, SlowLink};
 use merak_trace::models;
 use merak_trainer::{
-    CheckedArguments, Config, Error, Given, MerakTrainer, Plan, PlanInputs, Result, TrainerParts,
-    Workload,
+    CheckedArguments, Config, Error, Given, MerakTrainer, Plan, PlanInputs, Result, StepReport,
+    TrainerParts, Workload,
     data::{Dataset, LABELS, Sample, SampleTensor},
     metrics::{Screen, peak_resident_bytes},
     run_world,
@@ -104,6 +104,10 @@ pub(crate) struct Gpt {
     replica_link: Option<f64>,
 }
 
+/// The steps of a rank, how long its link was busy and waited for in the measured ones, and the
+/// bytes of its model state.
+type RankOutcome = (Vec<StepReport>, Option<[Duration; 2]>, usize);
+
 /// A speed that can be waited for.
 fn speed(text: &str) -> Result<f64, String> {
     let speed: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
@@ -166,33 +170,7 @@ impl Gpt {
             seq: self.seq,
             vocab: self.vocab,
         });
-        let results = run_world(args, |member| {
-            let link = self.link();
-            let member = link
-                .as_ref()
-                .map_or(member.clone(), |link| link.joined_by(&member));
-            let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
-            let parts = TrainerParts {
-                train_data: Some(Arc::clone(&data)),
-                ..TrainerParts::default()
-            };
-            let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
-            let mut reports = Vec::new();
-            let times = || link.as_ref().map(|link| [link.busy(), link.waited()]);
-            let mut before = None;
-            for step in 0..self.warmup + self.steps {
-                if step == self.warmup {
-                    before = times();
-                }
-                reports.push(trainer.train_step()?);
-            }
-            let on_link = before
-                .zip(times())
-                .map(|(before, after)| [0, 1].map(|kind| after[kind].saturating_sub(before[kind])));
-            let need = trainer.memory();
-            let state = need.weights + need.gradients + need.optimizer;
-            Ok((reports, on_link, state))
-        })?;
+        let results = self.train(&plan, args, &data)?;
         let (reports, on_link, _) = &results[0];
         let mut times: Vec<_> = reports[self.warmup..]
             .iter()
@@ -218,6 +196,42 @@ impl Gpt {
             "replica_link_ms": on_link.map(|[busy, _]| busy),
             "replica_wait_ms": on_link.map(|[_, waited]| waited),
         }))
+    }
+
+    /// What each rank tells of the steps.
+    fn train(
+        &self,
+        plan: &Arc<Plan>,
+        args: &CheckedArguments,
+        data: &Arc<dyn Dataset>,
+    ) -> Result<Vec<RankOutcome>> {
+        run_world(args, |member| {
+            let link = self.link();
+            let member = link
+                .as_ref()
+                .map_or(member.clone(), |link| link.joined_by(&member));
+            let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
+            let parts = TrainerParts {
+                train_data: Some(Arc::clone(data)),
+                ..TrainerParts::default()
+            };
+            let mut trainer = MerakTrainer::new(Arc::clone(plan), mpu, args, parts)?;
+            let mut reports = Vec::new();
+            let times = || link.as_ref().map(|link| [link.busy(), link.waited()]);
+            let mut before = None;
+            for step in 0..self.warmup + self.steps {
+                if step == self.warmup {
+                    before = times();
+                }
+                reports.push(trainer.train_step()?);
+            }
+            let on_link = before
+                .zip(times())
+                .map(|(before, after)| [0, 1].map(|kind| after[kind].saturating_sub(before[kind])));
+            let need = trainer.memory();
+            let state = need.weights + need.gradients + need.optimizer;
+            Ok((reports, on_link, state))
+        })
     }
 
     /// The link to the replicas, if it is to be a slower one.

@@ -1,9 +1,28 @@
 //! Operations that move or convert elements, or number positions.
 
-use super::{Candle, Handle, Scalar, at, elements, run::Node};
-use crate::{Op, Result, TensorType, Value, op::RelativeBuckets};
-use candle_core::Tensor;
+use super::{Candle, Handle, Scalar, elements, own_elements, run::Node};
+use crate::{Op, Result, TensorType, Value, kernels, op::RelativeBuckets};
 use merak_mpu::DType;
+use num_traits::AsPrimitive;
+
+/// Evaluates an expression with a name for the type of some elements.
+macro_rules! in_type {
+    ($dtype:expr, $T:ident => $result:expr) => {
+        match $dtype {
+            DType::F32 => in_type!(f32 as $T => $result),
+            DType::F64 => in_type!(f64 as $T => $result),
+            DType::BF16 => in_type!(half::bf16 as $T => $result),
+            DType::F16 => in_type!(half::f16 as $T => $result),
+            DType::I64 => in_type!(i64 as $T => $result),
+            DType::U32 => in_type!(u32 as $T => $result),
+            DType::U8 => in_type!(u8 as $T => $result),
+        }
+    };
+    ($type:ty as $T:ident => $result:expr) => {{
+        type $T = $type;
+        $result
+    }};
+}
 
 impl Node<'_> {
     pub(super) fn positions(&self, first: usize, len: usize) -> Result<Vec<Value>> {
@@ -34,40 +53,46 @@ impl Node<'_> {
     }
 
     pub(super) fn reshape(&self, x: &Value) -> Result<Vec<Value>> {
-        let handle = Handle::of(x)?;
-        let tensor = handle
-            .tensor
-            .reshape(self.ty(0).shape.as_slice())
-            .map_err(at(self.call.name))?;
-        Ok(vec![handle.view(tensor).into_value(self.ty(0).clone())])
+        Ok(vec![Handle::of(x)?.clone().into_value(self.ty(0).clone())])
     }
 
     pub(super) fn transpose(&self, x: &Value, perm: &[usize]) -> Result<Vec<Value>> {
-        let handle = Handle::of(x)?;
-        let permuted = handle.tensor.permute(perm).map_err(at(self.call.name))?;
-        if permuted.is_contiguous() {
-            // Only dimensions of size 1 moved: the storage stays the operand's.
-            return Ok(vec![handle.view(permuted).into_value(self.ty(0).clone())]);
+        let shape = &x.ty().shape;
+        if perm.iter().filter(|&&dim| shape[dim] != 1).is_sorted() {
+            // Only dimensions of size 1 moved: the memory stays the operand's.
+            return self.reshape(x);
         }
-        self.wrap_candle(permuted.contiguous())
+        // An operation that only moves narrow elements gives narrow elements.
+        in_type!(Handle::of(x)?.dtype(), T => self.transposed::<T>(x, perm))
+    }
+
+    fn transposed<T: Scalar>(&self, x: &Value, perm: &[usize]) -> Result<Vec<Value>> {
+        let mut y = vec![T::zero(); x.ty().numel()];
+        let from = own_elements::<T>(x, Handle::of(x)?)?;
+        kernels::transpose(&self.backend.threads, &x.ty().shape, perm, &from, &mut y);
+        Ok(self.wrap_own(y))
     }
 
     pub(super) fn cast(&self, x: &Value, dtype: DType) -> Result<Vec<Value>> {
         if x.ty().dtype == dtype {
             return Ok(vec![x.clone()]);
         }
-        self.wrap_candle(Handle::of(x)?.tensor.to_dtype(dtype.into()))
+        in_type!(Handle::of(x)?.dtype(), From => in_type!(dtype, To => self.converted::<From, To>(x)))
     }
 
-    /// Wraps the result of an operation of candle's own, in its own memory.
-    fn wrap_candle(&self, tensor: candle_core::Result<Tensor>) -> Result<Vec<Value>> {
-        let tensor = tensor.map_err(at(self.call.name))?;
-        let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
-        let (wide, lease) = (self.backend.pool.clone(), self.backend.memory.lease(bytes));
-        // An operation that only moves narrow elements gives narrow elements.
-        Ok(vec![
-            Handle::narrow(tensor, wide, Some(lease)).into_value(self.ty(0).clone()),
-        ])
+    fn converted<From: Scalar + AsPrimitive<To>, To: Scalar>(
+        &self,
+        x: &Value,
+    ) -> Result<Vec<Value>> {
+        let from = own_elements::<From>(x, Handle::of(x)?)?;
+        Ok(self.wrap_own(from.iter().map(|&x| x.as_()).collect()))
+    }
+
+    /// Wraps elements, which may be narrower than the value's, in memory of their own.
+    fn wrap_own<T: Scalar>(&self, data: Vec<T>) -> Vec<Value> {
+        let lease = self.backend.memory.lease(size_of_val(data.as_slice()));
+        let wide = self.backend.pool.clone();
+        vec![Handle::narrow(data, wide, lease).into_value(self.ty(0).clone())]
     }
 
     /// Splits, joins and zeros, of any element type.

@@ -1,4 +1,5 @@
-//! candle tensors as values: access to their elements, reuse of their memory, and flat parameters.
+//! Values: access to their elements, reuse of their memory, candle tensors over it, and flat
+//! parameters.
 
 use super::{super::misplaced, pool::Pool};
 use crate::{
@@ -6,71 +7,96 @@ use crate::{
     kernels::{Threads, narrow, widen},
     value::Lease,
 };
-use candle_core::{CpuStorage, Device, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, Device, Storage, Tensor, WithDType, op::BackpropOp};
 use half::bf16;
-use merak_mpu::{
-    Buffer, DType, Element, Memory,
-    candle::{TensorBuffer, replace_storage},
-};
+use merak_mpu::{Buffer, DType, Element, Memory, candle::TensorBuffer};
 use std::{
     any::Any,
     marker::PhantomData,
     ops::{Deref, Range},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard, TryLockError},
+    thread,
 };
 
 /// An element type of both candle and this crate.
 pub(super) trait Scalar: Element + WithDType {}
 impl<T: Element + WithDType> Scalar for T {}
 
-/// A value of this backend: a contiguous tensor, and the allocation that it is a view of.
+/// A value of this backend: contiguous elements of an allocation.
 ///
-/// The tensor's elements may be narrower than the value's type: in a parameter that is kept in bf16,
-/// and in results that only move such elements. Readers get them [widened](elements).
-///
-/// The tensor is declared first, so it is dropped before the last handle gives the allocation back.
+/// The elements may be narrower than the value's type: in a parameter that is kept in bf16, and in
+/// results that only move such elements. Readers get them [widened](elements).
 #[derive(Debug, Clone)]
 pub(super) struct Handle {
-    pub(super) tensor: Tensor,
     root: Arc<Root>,
+    /// Number of the first element in the allocation.
+    start: usize,
 }
 
-/// An allocation; its memory goes back to the pool with the last view.
+/// An allocation; its memory goes back to the pool with the last value over it.
 #[derive(Debug)]
 struct Root {
-    tensor: Tensor,
+    /// The elements, until a tensor has them.
+    own: RwLock<Option<CpuStorage>>,
+    /// All elements in one dimension, from where they are other code's too: their end is not known
+    /// here.
+    tensor: OnceLock<Tensor>,
+    dtype: DType,
     pool: Option<Pool>,
     /// Memory for reading the elements in a wider type.
     wide: Option<Pool>,
-    /// Whether a tensor over the memory was handed out, so that its end is not known here.
-    is_handed_out: AtomicBool,
     _lease: Option<Arc<Lease>>,
 }
 
 impl Root {
-    /// The pool that the memory goes back to.
-    fn pool(&self) -> Option<&Pool> {
-        let is_handed_out = self.is_handed_out.load(Ordering::Relaxed);
-        self.pool.as_ref().filter(|_| !is_handed_out)
+    fn own(&self) -> RwLockReadGuard<'_, Option<CpuStorage>> {
+        self.own.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The tensor for other code, which may keep it: from now on the memory is candle's to free.
+    fn hand_out(&self) -> &Tensor {
+        if let Some(tensor) = self.tensor.get() {
+            return tensor;
+        }
+        // A lock that is waited for would hold up an operation that reads the value twice.
+        let mut own = loop {
+            match self.own.try_write() {
+                Ok(own) => break own,
+                Err(TryLockError::Poisoned(own)) => break own.into_inner(),
+                Err(TryLockError::WouldBlock) => thread::yield_now(),
+            }
+        };
+        self.tensor.get_or_init(|| {
+            let storage = own
+                .take()
+                .expect("a tensor or the allocation has the elements");
+            let len = storage_len(&storage);
+            Tensor::from_storage(Storage::Cpu(storage), len, BackpropOp::none(), false)
+        })
     }
 }
 
 impl Drop for Root {
     fn drop(&mut self) {
-        if let Some(pool) = self.pool() {
-            pool.put(take_storage(&self.tensor));
+        let own = self.own.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let (Some(storage), Some(pool)) = (own.take(), &self.pool) {
+            pool.put(storage);
         }
     }
 }
 
-/// Takes the storage of a tensor that is not read again.
-fn take_storage(tensor: &Tensor) -> CpuStorage {
-    let none = || CpuStorage::F32(Vec::new());
-    // A tensor of the CPU always gives its storage; if not, its memory is simply freed.
-    replace_storage(tensor, none()).unwrap_or_else(|_| none())
+/// Number of elements, of the types that values have.
+fn storage_len(storage: &CpuStorage) -> usize {
+    match storage {
+        CpuStorage::F64(data) => data.len(),
+        CpuStorage::F32(data) => data.len(),
+        CpuStorage::BF16(data) => data.len(),
+        CpuStorage::F16(data) => data.len(),
+        CpuStorage::I64(data) => data.len(),
+        CpuStorage::U32(data) => data.len(),
+        CpuStorage::U8(data) => data.len(),
+        _ => 0,
+    }
 }
 
 impl Handle {
@@ -80,93 +106,142 @@ impl Handle {
     }
 
     /// Wraps fresh memory; `pool` gets it back, `lease` accounts for it.
-    pub(super) fn new(tensor: Tensor, pool: Option<Pool>, lease: Option<Arc<Lease>>) -> Self {
-        Self::with_root(tensor, pool, None, lease)
+    pub(super) fn new<T: Scalar>(data: Vec<T>, pool: Option<Pool>, lease: Arc<Lease>) -> Self {
+        Self::with_root(
+            T::to_cpu_storage_owned(data),
+            <T as Element>::DTYPE,
+            pool,
+            None,
+            lease,
+        )
     }
 
-    /// Wraps memory of elements narrower than the value's; `wide` provides memory to widen them.
-    pub(super) fn narrow(tensor: Tensor, wide: Pool, lease: Option<Arc<Lease>>) -> Self {
-        Self::with_root(tensor, None, Some(wide), lease)
+    /// Wraps memory of elements that may be narrower than the value's; `wide` provides memory to
+    /// widen them.
+    pub(super) fn narrow<T: Scalar>(data: Vec<T>, wide: Pool, lease: Arc<Lease>) -> Self {
+        Self::with_root(
+            T::to_cpu_storage_owned(data),
+            <T as Element>::DTYPE,
+            None,
+            Some(wide),
+            lease,
+        )
     }
 
     fn with_root(
-        tensor: Tensor,
+        storage: CpuStorage,
+        dtype: DType,
         pool: Option<Pool>,
+        wide: Option<Pool>,
+        lease: Arc<Lease>,
+    ) -> Self {
+        let root = Root {
+            own: RwLock::new(Some(storage)),
+            tensor: OnceLock::new(),
+            dtype,
+            pool,
+            wide,
+            _lease: Some(lease),
+        };
+        Self {
+            root: Arc::new(root),
+            start: 0,
+        }
+    }
+
+    /// The handle of a tensor's elements, in its own memory.
+    fn of_tensor(
+        flat: Tensor,
+        dtype: DType,
         wide: Option<Pool>,
         lease: Option<Arc<Lease>>,
     ) -> Self {
-        let root = Arc::new(Root {
-            tensor: tensor.clone(),
-            pool,
+        let root = Root {
+            own: RwLock::new(None),
+            tensor: OnceLock::from(flat),
+            dtype,
+            pool: None,
             wide,
-            is_handed_out: AtomicBool::new(false),
             _lease: lease,
-        });
-        Self { tensor, root }
+        };
+        Self {
+            root: Arc::new(root),
+            start: 0,
+        }
     }
 
-    /// Another tensor over the same allocation.
-    pub(super) fn view(&self, tensor: Tensor) -> Self {
+    /// The elements from number `start` on.
+    fn from(&self, start: usize) -> Self {
         Self {
-            tensor,
             root: Arc::clone(&self.root),
+            start: self.start + start,
         }
+    }
+
+    /// The type in which the elements are kept.
+    pub(super) fn dtype(&self) -> DType {
+        self.root.dtype
     }
 
     pub(super) fn into_value(self, ty: TensorType) -> Value {
         Value::new(ty, Arc::new(self))
     }
-
-    /// The tensor for other code, which may keep it: from now on the memory is candle's to free.
-    fn hand_out(&self) -> Tensor {
-        self.root.is_handed_out.store(true, Ordering::Relaxed);
-        self.tensor.clone()
-    }
 }
 
 /// The tensor of a value; narrower elements are copied.
 pub(super) fn tensor_of(value: &Value) -> Result<Tensor> {
-    let handle = Handle::of(value)?;
+    let (handle, ty) = (Handle::of(value)?, value.ty());
     if narrow_pool(value).is_some() {
-        let wide = handle.tensor.to_dtype(value.ty().dtype.into());
-        return wide.map_err(at("tensor"));
+        let wide = elements::<f32>(value)?.to_vec();
+        return Tensor::from_vec(wide, ty.shape.as_slice(), &Device::Cpu).map_err(at("tensor"));
     }
-    Ok(handle.hand_out())
+    let whole = handle.root.hand_out();
+    let part = whole.narrow(0, handle.start, ty.numel());
+    let tensor = part.and_then(|part| part.reshape(ty.shape.as_slice()));
+    tensor.map_err(at("tensor"))
 }
 
-/// The type of a tensor, and the tensor as values have it: contiguous, on the CPU and outside of
-/// candle's graphs.
-pub(super) fn admitted(tensor: &Tensor) -> Result<(TensorType, Tensor)> {
+/// The value of a tensor as values have it: contiguous, on the CPU and outside of candle's graphs.
+pub(super) fn value_of(tensor: &Tensor, lease: impl Fn(usize) -> Arc<Lease>) -> Result<Value> {
     let own = tensor.detach().contiguous().map_err(at("tensor"))?;
-    let buffer = TensorBuffer::new(&own).map_err(at("tensor"))?;
-    Ok((TensorType::new(own.dims(), buffer.dtype()), own))
+    let dtype = TensorBuffer::new(&own).map_err(at("tensor"))?.dtype();
+    let ty = TensorType::new(own.dims(), dtype);
+    let flat = own.reshape(ty.numel()).map_err(at("tensor"))?;
+    let lease = lease(ty.size_bytes());
+    Ok(Handle::of_tensor(flat, dtype, None, Some(lease)).into_value(ty))
 }
 
 /// The elements of a value while it is borrowed.
-pub(super) struct Elements<G, T> {
-    source: Source<G>,
+pub(super) struct Elements<'a, G, T> {
+    source: Source<'a, G>,
     range: Range<usize>,
     element: PhantomData<T>,
 }
 
 /// Where elements lie.
-enum Source<G> {
+enum Source<'a, G> {
     /// In the memory of the value.
-    Own(G),
+    Own(RwLockReadGuard<'a, Option<CpuStorage>>),
+    /// In a tensor that other code may have too.
+    Tensor(G),
     /// In a copy of another type; the pool gets its memory back.
     Wide(CpuStorage, Pool),
 }
 
-impl<G: Deref<Target = Storage>, T: Scalar> Deref for Elements<G, T> {
+impl<G: Deref<Target = Storage>, T: Scalar> Deref for Elements<'_, G, T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
         let storage = match &self.source {
-            Source::Own(guard) => match &**guard {
-                Storage::Cpu(storage) => storage,
-                _ => return &[],
+            Source::Own(guard) => guard.as_ref(),
+            Source::Tensor(guard) => match &**guard {
+                Storage::Cpu(storage) => Some(storage),
+                _ => None,
             },
-            Source::Wide(storage, _) => storage,
+            Source::Wide(storage, _) => Some(storage),
+        };
+        let Some(storage) = storage else {
+            return &[];
         };
         &storage
             .as_slice::<T>()
@@ -174,7 +249,7 @@ impl<G: Deref<Target = Storage>, T: Scalar> Deref for Elements<G, T> {
     }
 }
 
-impl<G> Drop for Source<G> {
+impl<G> Drop for Source<'_, G> {
     fn drop(&mut self) {
         if let Source::Wide(storage, pool) = self {
             pool.put(std::mem::replace(storage, CpuStorage::F32(Vec::new())));
@@ -185,7 +260,7 @@ impl<G> Drop for Source<G> {
 /// Borrows the elements of a value; narrower ones are copied.
 pub(super) fn elements<T: Scalar>(
     value: &Value,
-) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
+) -> Result<Elements<'_, impl Deref<Target = Storage> + '_, T>> {
     if value.ty().dtype != <T as Element>::DTYPE {
         return Err(foreign(value.ty()));
     }
@@ -215,8 +290,8 @@ pub(super) fn kept<T: Scalar, N: Scalar>(
     value: &Value,
 ) -> Result<
     Kept<
-        Elements<impl Deref<Target = Storage> + '_, T>,
-        Elements<impl Deref<Target = Storage> + '_, N>,
+        Elements<'_, impl Deref<Target = Storage> + '_, T>,
+        Elements<'_, impl Deref<Target = Storage> + '_, N>,
     >,
 > {
     if narrow_pool(value).is_some() {
@@ -226,17 +301,24 @@ pub(super) fn kept<T: Scalar, N: Scalar>(
 }
 
 /// Borrows elements as they are kept.
-fn own_elements<'a, T: Scalar>(
+pub(super) fn own_elements<'a, T: Scalar>(
     value: &'a Value,
     handle: &'a Handle,
-) -> Result<Elements<impl Deref<Target = Storage> + 'a, T>> {
-    if handle.tensor.dtype() != <T as Element>::DTYPE.into() {
+) -> Result<Elements<'a, impl Deref<Target = Storage> + 'a, T>> {
+    if handle.dtype() != <T as Element>::DTYPE {
         return Err(foreign(value.ty()));
     }
-    let (guard, layout) = handle.tensor.storage_and_layout();
-    let start = layout.start_offset();
+    let own = handle.root.own();
+    let (source, first) = match handle.root.tensor.get() {
+        Some(tensor) => {
+            let (guard, layout) = tensor.storage_and_layout();
+            (Source::Tensor(guard), layout.start_offset())
+        }
+        None => (Source::Own(own), 0),
+    };
+    let start = first + handle.start;
     Ok(Elements {
-        source: Source::Own(guard),
+        source,
         range: start..start + value.ty().numel(),
         element: PhantomData,
     })
@@ -245,7 +327,7 @@ fn own_elements<'a, T: Scalar>(
 /// The pool for widening the elements of a value, if they are narrower than its type.
 fn narrow_pool(value: &Value) -> Option<&Pool> {
     let handle = value.data::<Handle>()?;
-    let is_narrow = handle.tensor.dtype() != value.ty().dtype.into();
+    let is_narrow = handle.dtype() != value.ty().dtype;
     handle.root.wide.as_ref().filter(|_| is_narrow)
 }
 
@@ -253,22 +335,25 @@ fn narrow_pool(value: &Value) -> Option<&Pool> {
 pub(super) fn steal<T: Scalar>(value: Value) -> Result<Vec<T>, Value> {
     let stealable = value.ty().dtype == <T as Element>::DTYPE
         && value.data::<Handle>().is_some_and(|handle| {
-            Arc::strong_count(&handle.root) == 1 && handle.root.pool().is_some()
+            let is_alone = Arc::strong_count(&handle.root) == 1 && handle.root.pool.is_some();
+            is_alone && handle.root.tensor.get().is_none()
         });
     if !stealable {
         return Err(value);
     }
     let (ty, data) = value.into_data();
-    match Arc::try_unwrap(
-        data.downcast::<Handle>()
-            .map_err(|data| Value::new(ty.clone(), data))?,
-    ) {
-        Ok(handle) => {
-            let storage = take_storage(&handle.root.tensor);
-            Ok(T::cpu_storage_data(storage).expect("the type was just checked"))
-        }
-        Err(shared) => Err(Value::new(ty, shared)),
-    }
+    let handle = match data.downcast::<Handle>().map(Arc::try_unwrap) {
+        Ok(Ok(handle)) => handle,
+        Ok(Err(shared)) => return Err(Value::new(ty, shared)),
+        Err(data) => return Err(Value::new(ty, data)),
+    };
+    let mut own = handle
+        .root
+        .own
+        .write()
+        .unwrap_or_else(PoisonError::into_inner);
+    let storage = own.take().expect("no tensor has the elements");
+    Ok(T::cpu_storage_data(storage).expect("the type was just checked"))
 }
 
 fn foreign(ty: &TensorType) -> Error {
@@ -299,11 +384,7 @@ pub(super) fn param_values(
         if !is_kept || offset + ty.numel() > len {
             return Err(misplaced(param, offset, flat));
         }
-        let view = (whole.tensor)
-            .narrow(0, offset, ty.numel())
-            .and_then(|view| view.reshape(ty.shape.as_slice()));
-        let view = whole.view(view.map_err(at(&param.name))?);
-        Ok(view.into_value(ty.clone()))
+        Ok(whole.from(offset).into_value(ty.clone()))
     };
     params.iter().zip(offsets).map(value).collect()
 }
@@ -330,11 +411,8 @@ pub(super) fn param_store(
     } else {
         Box::new(buffer)
     };
-    let whole = if kept == dtype {
-        Handle::new(read.clone(), None, None)
-    } else {
-        Handle::narrow(read.clone(), wide.clone(), None)
-    };
+    let wide = (kept != dtype).then(|| wide.clone());
+    let whole = Handle::of_tensor(read, kept, wide, None);
     let mut views = Vec::with_capacity(params.len());
     for (param, &offset) in params.iter().zip(offsets) {
         let ty = &param.local;
@@ -345,14 +423,7 @@ pub(super) fn param_store(
                 format!("of type {ty} at {offset} does not fit {len} elements of {dtype}"),
             ));
         }
-        let view = read
-            .narrow(0, offset, ty.numel())
-            .and_then(|view| view.reshape(ty.shape.as_slice()));
-        views.push(
-            whole
-                .view(view.map_err(at(&param.name))?)
-                .into_value(ty.clone()),
-        );
+        views.push(whole.from(offset).into_value(ty.clone()));
     }
     Ok(ParamStore { flat, views })
 }

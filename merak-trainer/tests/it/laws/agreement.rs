@@ -27,7 +27,7 @@ pub(crate) const BF16: Precision = Precision {
     tolerance: 2.0 / 256.0,
 };
 
-fn run(case: Case, what: &str) -> Run {
+fn run(case: &Case, what: &str) -> Run {
     let run = case.run(STEPS);
     let clipped = run.reports.iter().all(|r| r.grad_norm > MAX_NORM);
     assert!(clipped, "{what}: clipping is active");
@@ -50,7 +50,7 @@ pub(crate) fn holds(backend: &str, precisions: &[Precision]) {
                 .iter()
                 .fold(case, |case, (key, value)| case.with(key, value));
             let what = format!("{optim} {keys:?}");
-            let one = run(case.clone(), &what);
+            let one = run(&case, &what);
             assert!(
                 one.reports[STEPS - 1].loss < one.reports[0].loss,
                 "{what} learns"
@@ -59,7 +59,7 @@ pub(crate) fn holds(backend: &str, precisions: &[Precision]) {
                 for stage in 0..=3 {
                     let many = case.clone().on(degrees).with("zero_stage", stage);
                     let what = format!("{what} on {degrees:?}, stage {stage}");
-                    let many = run(many, &what);
+                    let many = run(&many, &what);
                     assert_close_losses(&many.reports, &one.reports, *tolerance, &what);
                 }
             }
