@@ -55,9 +55,9 @@ pub struct Param {
     /// Whether training changes it. A frozen parameter has no gradient.
     #[serde(default = "yes")]
     pub trainable: bool,
-    /// The element type that nodes read from memory, if it is narrower than the one that they compute
-    /// with. Checkpoints have a frozen parameter in this type; a trained one has a master in the
-    /// wider type too, since small updates would be lost.
+    /// The element type that nodes read from memory, if it is narrower than the one that they
+    /// compute with. Checkpoints have a frozen parameter in this type; a trained one has a master
+    /// in the wider type too, since small updates would be lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kept: Option<DType>,
     /// The parameter whose layer it adapts, where it is a factor of a low-rank update.

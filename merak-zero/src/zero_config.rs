@@ -125,8 +125,8 @@ pub struct KeptBytes {
 /// What a rank keeps for each element of a trained parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ElementBytes {
-    /// The ranks that divide the weights, whose bytes are those of their own type. A rank that has a
-    /// part of them keeps the master alone.
+    /// The ranks that divide the weights, whose bytes are those of their own type. A rank that has
+    /// a part of them keeps the master alone.
     pub weight_ranks: usize,
     /// The `f32` master beside a weight of another type.
     pub master: KeptBytes,

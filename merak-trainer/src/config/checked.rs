@@ -221,7 +221,8 @@ impl CheckedArguments {
         }
     }
 
-    /// How exact the default backend's products are. Beside an adapter `bf16` is a matter of memory.
+    /// How exact the default backend's products are. Beside an adapter `bf16` is a matter of
+    /// memory.
     pub(crate) fn products(&self) -> Products {
         let is_own = self.compute.backend == BackendChoice::Candle;
         if is_own && self.bf16 && self.lora_config.is_none() {

@@ -373,8 +373,8 @@ settings! {
         device: Device = Device::Cpu,
         /// Compute threads of each rank: `auto` divides the cores.
         threads_per_rank: ThreadsPerRank = ThreadsPerRank::Auto,
-        /// Units for bf16 that products of the default backend may use where the processor has them:
-        /// all of them, no more than vectors, or none; results differ in the order of sums.
+        /// Units for bf16 that products of the default backend may use where the processor has
+        /// them: all of them, no more than vectors, or none; results differ in the order of sums.
         units: ComputeUnits = ComputeUnits::Matrix,
     }
 }

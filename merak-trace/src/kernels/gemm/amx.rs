@@ -10,7 +10,8 @@
 //! Higher-Precision Computations" (2019).
 //!
 //! Parts below 2^-126 count as zero, so values below 2^-110 lose digits. Infinities and NaN cannot
-//! be split: a tile that depends on one is computed in f32. Rounded ones are multiplied as they are.
+//! be split: a tile that depends on one is computed in f32. Rounded ones are multiplied as they
+//! are.
 //!
 //! Element (i, j) is a sum over k in blocks of [`DEPTH`], in an order that depends only on k, not
 //! on how the work is shared.

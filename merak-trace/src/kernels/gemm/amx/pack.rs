@@ -1,4 +1,5 @@
-//! Operands of a product, split into bf16 parts or rounded to bf16, and laid out as the matrix units read them.
+//! Operands of a product, split into bf16 parts or rounded to bf16, and laid out as the matrix
+//! units read them.
 #![expect(
     clippy::inline_always,
     reason = "values are split in registers only where that is inlined into its dispatch"
@@ -56,8 +57,8 @@ pub(super) const MAX_PANELS: usize = 8;
 ///
 /// # Shapes
 ///
-/// `x: [lines, depth]`; `out`: for each panel, each [`GROUP`] of the depth, each of the parts and each
-/// of two tiles, `[16, 16]`.
+/// `x: [lines, depth]`; `out`: for each panel, each [`GROUP`] of the depth, each of the parts and
+/// each of two tiles, `[16, 16]`.
 #[inline(always)]
 pub(super) fn pack<W: Operand<f32>, const PARTS: usize>(
     simd: V4,
