@@ -92,7 +92,7 @@ impl Candle {
     ///
     /// # Examples
     /// ```
-    /// use candle_core::Tensor;
+    /// use candle_core::{Device, Tensor};
     /// use merak_trace::backend::candle::Candle;
     ///
     /// let backend = Candle::new(1)?;
