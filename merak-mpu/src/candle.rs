@@ -27,7 +27,6 @@ use std::{
     any::Any,
     cell::RefCell,
     collections::BTreeMap,
-    mem,
     ops::Range,
     sync::{Mutex, PoisonError},
 };
@@ -242,18 +241,6 @@ impl From<DType> for candle_core::DType {
 pub fn dtype_of(dtype: candle_core::DType) -> Option<DType> {
     let mut all = DType::ALL.into_iter();
     all.find(|&own| candle_core::DType::from(own) == dtype)
-}
-
-/// Takes the storage of a tensor, which has the given one from now on.
-///
-/// # Errors
-/// When the tensor is not on the CPU.
-pub fn replace_storage(
-    tensor: &Tensor,
-    mut storage: CpuStorage,
-) -> candle_core::Result<CpuStorage> {
-    with_storage(tensor, &mut |own| mem::swap(own, &mut storage))?;
-    Ok(storage)
 }
 
 /// Calls `f` once with the storage of a tensor of the CPU.

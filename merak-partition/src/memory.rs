@@ -64,8 +64,6 @@ pub struct ParamSums {
     pub narrow: usize,
     /// Bytes of the trained weights, in the types that they are kept in.
     pub trained_bytes: usize,
-    /// Those of them that are kept in 16 bits.
-    pub narrow_bytes: usize,
     /// The same with a weight counted once for each use.
     pub uses: usize,
 }
@@ -81,13 +79,11 @@ impl ParamSums {
             };
         }
         let is_narrow = matches!(param.kept_dtype(), DType::BF16 | DType::F16);
-        let if_narrow = |amount| if is_narrow { amount } else { 0 };
         Self {
             frozen_bytes: 0,
             trained: elements,
-            narrow: if_narrow(elements),
+            narrow: if is_narrow { elements } else { 0 },
             trained_bytes: bytes,
-            narrow_bytes: if_narrow(bytes),
             uses: elements.saturating_mul(uses),
         }
     }
@@ -109,7 +105,6 @@ impl ParamSums {
             trained: self.trained.saturating_add(other.trained),
             narrow: self.narrow.saturating_add(other.narrow),
             trained_bytes: self.trained_bytes.saturating_add(other.trained_bytes),
-            narrow_bytes: self.narrow_bytes.saturating_add(other.narrow_bytes),
             uses: self.uses.saturating_add(other.uses),
         }
     }
@@ -148,7 +143,10 @@ impl ParamBytes {
     pub fn held(&self, params: ParamSums) -> TrainingBytes {
         let trained = match self.weight_ranks {
             0 | 1 => params.trained_bytes,
-            ranks => (params.trained_bytes - params.narrow_bytes) / ranks,
+            ranks => {
+                let narrow = params.narrow.saturating_mul(DType::BF16.size_bytes());
+                params.trained_bytes.saturating_sub(narrow) / ranks
+            }
         };
         TrainingBytes {
             weights: total([params.frozen_bytes, trained, self.master.of(params.narrow)]),

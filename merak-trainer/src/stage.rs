@@ -209,7 +209,7 @@ impl RankStages {
     /// # Communication
     /// After a step in ZeRO stages 1 and 2, an all-gather of each bucket that has not arrived.
     pub(crate) fn settle(&self) -> Result<()> {
-        Ok(self.params.memory().wait_through(usize::MAX)?)
+        Ok(self.params.memory().settle()?)
     }
 
     /// What the nodes of a microbatch may ask about the run; `first_position` is the place of its

@@ -2,11 +2,11 @@
 
 use crate::{
     Bucket, Error, FlatLayout, Result, ZeroConfig, ZeroStage, flat,
-    gathering::{Arrivals, Chunk, Gatherer},
+    gathering::{Arrivals, Gatherer},
     layout::Extent,
 };
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp, into_vec};
-use std::{collections::VecDeque, ops::Range};
+use std::collections::VecDeque;
 
 /// Most buckets whose sums are under way at once: each has a copy of its gradients.
 const MOST_IN_FLIGHT: usize = 4;
@@ -106,14 +106,11 @@ impl Exchange {
     /// The parameters that other ranks own, where the buffer has them too; none unless they were
     /// `stepped`.
     pub(crate) fn arrivals(&self, layout: &FlatLayout, stepped: bool) -> Arrivals {
-        let mut chunks = VecDeque::new();
         if stepped && self.sharded && self.params == Extent::All {
-            let longest_piece = (self.allgather_bucket_size / self.group.world_size()).max(1);
-            for bucket in 0..layout.buckets().len() {
-                chunks.extend(chunks_of(layout, bucket, longest_piece));
-            }
+            Arrivals::new(&self.group, layout, self.allgather_bucket_size)
+        } else {
+            Arrivals::none(&self.group)
         }
-        Arrivals::new(self.group.clone(), chunks)
     }
 
     /// Whether the group has a single rank, so that nothing needs to be sent.
@@ -246,25 +243,6 @@ impl Exchange {
         owned.for_each(|(g, x)| *g = x * scale);
         self.spare.push(sum);
     }
-}
-
-/// The chunks of a bucket: of each rank's part, pieces of this length.
-fn chunks_of(layout: &FlatLayout, bucket: usize, piece: usize) -> impl Iterator<Item = Chunk> + '_ {
-    let parts: Vec<_> = layout
-        .parts(&layout.buckets()[bucket])
-        .map(|part| part.flat)
-        .collect();
-    let longest = parts.iter().map(Range::len).max().unwrap_or(0);
-    (0..longest).step_by(piece).map(move |start| {
-        let at =
-            |part: &Range<usize>, offset: usize| part.end.min(part.start.saturating_add(offset));
-        let end = start.saturating_add(piece);
-        let pieces = parts.iter().map(|part| at(part, start)..at(part, end));
-        Chunk {
-            bucket,
-            pieces: pieces.collect(),
-        }
-    })
 }
 
 fn scale(values: &mut [f32], scale: f32) {

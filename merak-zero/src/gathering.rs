@@ -1,6 +1,6 @@
 //! The gathering of parameters over the replicas.
 
-use crate::{Error, Result, flat};
+use crate::{Error, FlatLayout, Result, flat};
 use merak_mpu::{Buffer, Communicator, Group, Pending, into_vec};
 use std::{collections::VecDeque, ops::Range};
 
@@ -87,17 +87,29 @@ pub struct Arrivals {
 
 /// What one collective gathers.
 #[derive(Debug)]
-pub(crate) struct Chunk {
-    pub(crate) bucket: usize,
+struct Chunk {
+    bucket: usize,
     /// The elements of the flat buffer that each rank sends.
-    pub(crate) pieces: Vec<Range<usize>>,
+    pieces: Vec<Range<usize>>,
 }
 
 impl Arrivals {
-    pub(crate) fn new(group: Group, chunks: VecDeque<Chunk>) -> Self {
+    /// All buckets of a layout; a collective gathers no more elements than `most`, or one of each
+    /// rank.
+    pub(crate) fn new(group: &Group, layout: &FlatLayout, most: usize) -> Self {
+        let piece = (most / group.world_size()).max(1);
+        let buckets = 0..layout.buckets().len();
         Self {
-            group,
-            waiting: chunks,
+            waiting: buckets.flat_map(|b| chunks(layout, b, piece)).collect(),
+            ..Self::none(group)
+        }
+    }
+
+    /// No bucket.
+    pub(crate) fn none(group: &Group) -> Self {
+        Self {
+            group: group.clone(),
+            waiting: VecDeque::new(),
             under_way: VecDeque::new(),
         }
     }
@@ -165,4 +177,20 @@ impl Arrivals {
         }
         Ok(())
     }
+}
+
+/// The chunks of a bucket: pieces of this length of each rank's part.
+fn chunks(layout: &FlatLayout, bucket: usize, piece: usize) -> impl Iterator<Item = Chunk> + '_ {
+    let parts = layout.parts(&layout.buckets()[bucket]);
+    let parts: Vec<_> = parts.map(|part| part.flat).collect();
+    let longest = parts.iter().map(Range::len).max().unwrap_or(0);
+    (0..longest).step_by(piece).map(move |start| {
+        let at = |part: &Range<usize>, offset| part.end.min(part.start.saturating_add(offset));
+        let end = start.saturating_add(piece);
+        let pieces = parts.iter().map(|part| at(part, start)..at(part, end));
+        Chunk {
+            bucket,
+            pieces: pieces.collect(),
+        }
+    })
 }

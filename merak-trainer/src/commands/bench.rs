@@ -104,9 +104,14 @@ pub(crate) struct Gpt {
     replica_link: Option<f64>,
 }
 
-/// The steps of a rank, how long its link was busy and waited for in the measured ones, and the
-/// bytes of its model state.
-type RankOutcome = (Vec<StepReport>, Option<[Duration; 2]>, usize);
+/// What a rank tells of the steps.
+struct RankOutcome {
+    reports: Vec<StepReport>,
+    /// How long its link to the replicas was busy, and how long it stood still for it, in the
+    /// measured steps.
+    on_link: Option<[Duration; 2]>,
+    state_bytes: usize,
+}
 
 /// A speed that can be waited for.
 fn speed(text: &str) -> Result<f64, String> {
@@ -171,7 +176,9 @@ impl Gpt {
             vocab: self.vocab,
         });
         let results = self.train(&plan, args, &data)?;
-        let (reports, on_link, _) = &results[0];
+        let RankOutcome {
+            reports, on_link, ..
+        } = &results[0];
         let mut times: Vec<_> = reports[self.warmup..]
             .iter()
             .map(|report| report.time.as_secs_f64())
@@ -191,14 +198,14 @@ impl Gpt {
             "first_loss": reports[0].loss,
             "last_loss": reports[reports.len() - 1].loss,
             "peak_bytes": peak_resident_bytes(),
-            "state_bytes": results.iter().map(|(_, _, state)| state).max(),
+            "state_bytes": results.iter().map(|rank| rank.state_bytes).max(),
             "planned_state_bytes": planned.max(),
             "replica_link_ms": on_link.map(|[busy, _]| busy),
             "replica_wait_ms": on_link.map(|[_, waited]| waited),
         }))
     }
 
-    /// What each rank tells of the steps.
+    /// Makes the steps on all ranks.
     fn train(
         &self,
         plan: &Arc<Plan>,
@@ -229,8 +236,11 @@ impl Gpt {
                 .zip(times())
                 .map(|(before, after)| [0, 1].map(|kind| after[kind].saturating_sub(before[kind])));
             let need = trainer.memory();
-            let state = need.weights + need.gradients + need.optimizer;
-            Ok((reports, on_link, state))
+            Ok(RankOutcome {
+                reports,
+                on_link,
+                state_bytes: need.weights + need.gradients + need.optimizer,
+            })
         })
     }
 

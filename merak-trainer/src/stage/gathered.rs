@@ -86,7 +86,7 @@ impl StageValues {
     /// gradients, so that all parameters arrive before.
     pub(super) fn begin(&self, phases: &[Phase]) -> TraceResult<()> {
         if phases != [Phase::Forward] {
-            self.memory.wait_through(usize::MAX).map_err(of_zero)?;
+            self.memory.settle().map_err(of_zero)?;
         }
         let Some(buckets) = &self.buckets else {
             return Ok(());

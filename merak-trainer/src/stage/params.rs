@@ -346,7 +346,12 @@ impl ParamMemory {
         self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whoever reads or changes the memory waits for all buckets first.
+    /// Waits for all buckets, as [`ParamMemory::wait_through`].
+    pub(crate) fn settle(&self) -> merak_zero::Result<()> {
+        self.wait_through(usize::MAX)
+    }
+
+    /// Buckets arrive before the memory is read or changed as a whole.
     fn check_settled(&self) {
         debug_assert!(self.arrivals().is_none(), "parameters are under way");
     }

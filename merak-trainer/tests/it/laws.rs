@@ -15,3 +15,18 @@ mod resume; // L3, L5: resumed runs and equal bytes
 mod stages; // L1, L3: several stages per rank
 mod topology; // L2: the degrees change the order of summation only
 mod update; // N18: what a step may touch
+
+use crate::support::Case;
+
+/// Every family, with dropout.
+pub(crate) fn families() -> Vec<(&'static str, Case)> {
+    let decoders = [
+        ("gpt2", Case::gpt2().with_tied(true)),
+        ("llama", Case::llama()),
+    ];
+    let relatives = decoders.into_iter().chain(Case::relatives());
+    relatives
+        .map(|(family, case)| (family, case.with_dropout(0.1)))
+        .chain(encoders::models())
+        .collect()
+}

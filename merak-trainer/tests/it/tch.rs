@@ -2,10 +2,8 @@
 
 mod f16; // the loss scale
 
-use merak_ckpt::GenerateOptions;
-
 use crate::{
-    laws::{agreement, encoders, generation::generate, narrow},
+    laws::{agreement, families, generation, narrow},
     support::{Case, assert_close_losses, assert_close_tensors, numbers},
 };
 
@@ -14,19 +12,6 @@ const TOPOLOGIES: [(usize, usize, usize); 4] = [(2, 1, 1), (1, 2, 1), (1, 1, 2),
 
 fn on_tch(case: &Case) -> Case {
     case.clone().with("compute.backend", "tch")
-}
-
-/// Every family, with dropout.
-fn families() -> Vec<(&'static str, Case)> {
-    let decoders = [
-        ("gpt2", Case::gpt2().with_tied(true)),
-        ("llama", Case::llama()),
-    ];
-    let relatives = decoders.into_iter().chain(Case::relatives());
-    relatives
-        .map(|(family, case)| (family, case.with_dropout(0.1)))
-        .chain(encoders::models())
-        .collect()
 }
 
 #[test]
@@ -61,9 +46,7 @@ fn bf16_trains_close_to_f32_on_any_topology() {
     }
 }
 
-/// `cargo test -p merak-trainer --features tch --test it -- --ignored thirty`.
 #[test]
-#[ignore = "takes minutes"]
 fn all_stages_and_topologies_train_like_one_rank_for_thirty_steps_in_16_bits() {
     const F16: agreement::Precision = agreement::Precision {
         keys: &[("fp16", "true"), ("initial_scale_power", "14")],
@@ -124,18 +107,16 @@ fn a_resumed_run_equals_the_unbroken_one_and_goes_on_on_the_other_backend() {
 
 #[test]
 fn cached_generation_gives_the_tokens_of_the_default_backend() {
-    let prompts = vec![vec![5, 17, 3], vec![80], vec![1, 2, 3, 4, 5, 6, 7]];
-    let greedy = GenerateOptions {
-        max_new_tokens: 6,
-        temperature: 0.0,
-        ..GenerateOptions::default()
-    };
+    let (prompts, greedy) = generation::greedy();
     for case in [Case::gpt2(), Case::llama()] {
         let narrow = on_tch(&case).with("fp16", true);
-        assert_eq!(generate(&narrow, &prompts, &greedy).len(), prompts.len());
-        let expected = generate(&case, &prompts, &greedy);
+        assert_eq!(
+            generation::generate(&narrow, &prompts, &greedy).len(),
+            prompts.len()
+        );
+        let expected = generation::generate(&case, &prompts, &greedy);
         for degrees in [(1, 1, 1), (1, 2, 1), (1, 1, 2)] {
-            let found = generate(&on_tch(&case).on(degrees), &prompts, &greedy);
+            let found = generation::generate(&on_tch(&case).on(degrees), &prompts, &greedy);
             assert_eq!(found, expected, "{degrees:?}");
         }
     }

@@ -21,7 +21,7 @@ use pulp::{cast, f32x16, u32x16};
 #[cfg(target_arch = "x86_64")]
 use super::super::Units;
 use super::super::{MatMut, MatRef, Threads, simd::vectorize};
-use super::{Operand, Start, TILE, product};
+use super::{Operand, Start, TILE, operand::with_copy, product};
 #[cfg(target_arch = "x86_64")]
 use super::{
     amx, blocked, dots,
@@ -60,15 +60,8 @@ impl Halves for f32 {
         matrix: MatRef<'_, f32>,
         f: impl FnOnce(MatRef<'_, f32>) -> R,
     ) -> R {
-        let is_turned = !matrix.has_contiguous_rows();
-        let lines = if is_turned {
-            matrix.transposed()
-        } else {
-            matrix
-        };
-        let (rows, cols) = (lines.rows(), lines.cols());
-        threads.with_scratch(rows * cols, |memory: &mut [f32]| {
-            let copies = memory.chunks_exact_mut(cols.max(1)).enumerate();
+        with_copy(threads, matrix, f, |lines, memory| {
+            let copies = memory.chunks_exact_mut(lines.cols().max(1)).enumerate();
             threads.for_each(copies, |(row, out)| {
                 vectorize(|| {
                     for (out, &x) in out.iter_mut().zip(lines.row(row)) {
@@ -76,8 +69,6 @@ impl Halves for f32 {
                     }
                 });
             });
-            let copy = MatRef::new(memory, rows, cols);
-            f(if is_turned { copy.transposed() } else { copy })
         })
     }
 

@@ -111,6 +111,32 @@ impl<T: Float> Operand<T> for T {
     }
 }
 
+/// Calls `f` with a copy in `f32` of a matrix in the same order of memory; `copy` writes the lines
+/// that are contiguous.
+pub(super) fn with_copy<T: Copy, R>(
+    threads: &Threads,
+    matrix: MatRef<'_, T>,
+    f: impl FnOnce(MatRef<'_, f32>) -> R,
+    copy: impl FnOnce(MatRef<'_, T>, &mut [f32]),
+) -> R {
+    let is_turned = !matrix.has_contiguous_rows();
+    let lines = if is_turned {
+        matrix.transposed()
+    } else {
+        matrix
+    };
+    let (rows, cols) = (lines.rows(), lines.cols());
+    threads.with_scratch(rows * cols, |memory: &mut [f32]| {
+        copy(lines, memory);
+        let copied = MatRef::new(memory, rows, cols);
+        f(if is_turned {
+            copied.transposed()
+        } else {
+            copied
+        })
+    })
+}
+
 impl Operand<f32> for bf16 {
     #[cfg(target_arch = "x86_64")]
     type Group<S: Isa> = S::Halves;
@@ -125,19 +151,9 @@ impl Operand<f32> for bf16 {
         matrix: MatRef<'_, bf16>,
         f: impl FnOnce(MatRef<'_, f32>) -> R,
     ) -> R {
-        let is_turned = !matrix.has_contiguous_rows();
-        let lines = if is_turned {
-            matrix.transposed()
-        } else {
-            matrix
-        };
-        let (rows, cols) = (lines.rows(), lines.cols());
-        threads.with_scratch(rows * cols, |memory: &mut [f32]| {
-            for (row, out) in memory.chunks_exact_mut(cols.max(1)).enumerate() {
-                widen(lines.row(row), out);
-            }
-            let wide = MatRef::new(memory, rows, cols);
-            f(if is_turned { wide.transposed() } else { wide })
+        with_copy(threads, matrix, f, |lines, memory| {
+            let rows = memory.chunks_exact_mut(lines.cols().max(1)).enumerate();
+            rows.for_each(|(row, out)| widen(lines.row(row), out));
         })
     }
 

@@ -23,14 +23,20 @@ pub(crate) fn generate(
     ranks.into_iter().next().expect("a first rank")
 }
 
-#[test]
-fn tokens_are_the_same_on_every_topology_and_alone_or_together() {
+/// Prompts of three lengths, and the most likely tokens.
+pub(crate) fn greedy() -> (Vec<Vec<u32>>, GenerateOptions) {
     let prompts = vec![vec![5, 17, 3], vec![80], vec![1, 2, 3, 4, 5, 6, 7]];
     let greedy = GenerateOptions {
         max_new_tokens: 6,
         temperature: 0.0,
         ..GenerateOptions::default()
     };
+    (prompts, greedy)
+}
+
+#[test]
+fn tokens_are_the_same_on_every_topology_and_alone_or_together() {
+    let (prompts, greedy) = greedy();
     let drawn = GenerateOptions {
         temperature: 0.9,
         top_k: 20,

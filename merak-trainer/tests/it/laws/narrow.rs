@@ -3,11 +3,11 @@
 
 use std::path::Path;
 
-use merak_ckpt::{Checkpoint, DType, GenerateOptions, Kind};
+use merak_ckpt::{Checkpoint, DType, Kind};
 use merak_trainer::Workload;
 use serde_json::{Value, json};
 
-use super::{generation::generate, lora};
+use super::{generation, lora};
 use crate::support::{Case, assert_close_losses, assert_same_bits, numbers};
 
 /// A GPT-2 in bf16 with everything that an adapter may train.
@@ -189,19 +189,14 @@ fn stages_recomputation_and_zero_change_no_bit_beside_a_bf16_base() {
 
 #[test]
 fn a_bf16_base_generates_the_tokens_of_an_f32_base_with_the_same_numbers() {
-    let prompts = vec![vec![5, 17, 3], vec![80], vec![1, 2, 3, 4, 5, 6, 7]];
-    let greedy = GenerateOptions {
-        max_new_tokens: 6,
-        temperature: 0.0,
-        ..GenerateOptions::default()
-    };
+    let (prompts, greedy) = generation::greedy();
     let folder = tempfile::tempdir().expect("a temporary folder");
     for (name, case) in bases(folder.path()) {
         let case = case.with("bf16", true);
         let wide = from_rounded(&case, &folder.path().join(name).join("start"));
-        let expected = generate(&wide, &prompts, &greedy);
+        let expected = generation::generate(&wide, &prompts, &greedy);
         for degrees in [(1, 1, 1), (1, 2, 1), (1, 1, 2)] {
-            let found = generate(&case.clone().on(degrees), &prompts, &greedy);
+            let found = generation::generate(&case.clone().on(degrees), &prompts, &greedy);
             assert_eq!(found, expected, "{name} {degrees:?}");
         }
     }

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use merak_trainer::{Error, MerakTrainer, StepReport};
 
-use super::{TOPOLOGIES, families, on_tch};
+use super::{TOPOLOGIES, on_tch};
+use crate::laws::families;
 use crate::support::{
     Case, Run, assert_close_losses, assert_close_tensors, assert_same_tensors, numbers,
 };
