@@ -116,7 +116,9 @@ pub use error::{BoxError, Error, Result, Violation};
 pub use instruction::{Instruction, Slot};
 pub use kind::ScheduleKind;
 pub use memory::{ActivationBytes, PeakBytes, StageBytes, rank_peak_bytes};
-pub use render::{GridStyle, PageOptions, grid, html, json, json_with_bytes, svg, trace};
+pub use render::{
+    GridStyle, PageOptions, grid, html, json, json_with_bytes, svg, timelines, trace,
+};
 pub use rounds::{Rounds, Visit};
 pub use schedule::{Exchanges, Schedule, Size};
 pub use simulate::{Simulation, simulate, simulate_on};

@@ -53,6 +53,15 @@ pub const METRICS_FILE: &str = "metrics.jsonl";
 /// Its name while it is written anew or copied.
 pub(crate) const METRICS_DRAFT: &str = "metrics.jsonl.new";
 
+/// The page about a run, in its folder.
+pub(crate) const REPORT_FILE: &str = "report.html";
+
+/// The actions of the profiled steps, in its folder.
+pub(crate) const TRACE_FILE: &str = "trace.json";
+
+/// The folder of a run's event files, where `logging_dir` names no other.
+pub(crate) const EVENTS: &str = "tensorboard";
+
 /// The folder of a run's adapter in PEFT's format.
 pub(crate) const ADAPTER: &str = "adapter";
 
@@ -60,7 +69,7 @@ pub(crate) const ADAPTER: &str = "adapter";
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 /// The files that a run writes beside its checkpoints.
-const FILES: [&str; 2] = [RESOLVED, METRICS_FILE];
+const FILES: [&str; 4] = [RESOLVED, METRICS_FILE, REPORT_FILE, TRACE_FILE];
 
 /// The lock file, which names the writing process.
 const LOCK: &str = ".lock";
@@ -175,6 +184,11 @@ impl RunFolder {
                     source,
                 })
             })
+    }
+
+    /// The content of `config.resolved.toml`.
+    pub fn resolved(&self) -> &str {
+        &self.resolved
     }
 
     /// Where the run that this one replaces lies, as long as it is there.

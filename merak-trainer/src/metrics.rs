@@ -2,17 +2,23 @@
 
 mod file;
 mod memory;
+mod page;
+mod peak;
 mod progress;
 mod reporter;
 mod screen;
+mod tensorboard;
 mod times;
 
 pub use self::{
     file::{MetricsFile, StepMetrics},
     memory::{peak_resident_bytes, resident_bytes},
+    page::{Page, Ran},
+    peak::{Flops, Peak, Percent, Rates},
     progress::Progress,
     reporter::Reporter,
     screen::{EvaluationProgress, Screen},
+    tensorboard::EventFile,
     times::{Readable, StepTimes},
 };
 pub use crate::{folder::METRICS_FILE, trainer::EvaluationMetrics};

@@ -25,7 +25,10 @@ use merak_trace::{
     models::{Head, Objective, TraceOptions},
 };
 use merak_zero::KeptBytes;
-use std::{collections::BTreeMap, ops::Deref};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Deref,
+};
 
 /// A model, cut over the ranks of a run.
 ///
@@ -244,11 +247,27 @@ impl Plan {
         params.filter(|param| param.trainable)
     }
 
-    /// Floating-point operations per token, forward and backward: six per trained parameter, and
-    /// four per frozen one, which has no gradient. Attention scores are left out.
+    /// Floating-point operations per token of the input, forward and backward, by the usual rule:
+    /// `6 N + 12 layers hidden seq`. `N` are the parameters without those that are only looked up:
+    /// embeddings of tokens and positions count no product, while a table that is the output head
+    /// too counts. A frozen parameter has no gradient and counts 4 in place of 6. Scores and values
+    /// of attention count over the whole sequence, also where half of it is masked. Recomputation
+    /// does not count.
     pub fn flops_per_token(&self) -> f64 {
-        let trained: usize = self.trained_params().map(|param| param.full.numel()).sum();
-        4.0 * self.graph.num_elements() as f64 + 2.0 * trained as f64
+        let nodes = self.graph.nodes().iter();
+        let nodes = nodes.filter(|node| !matches!(node.op, Op::Embedding { .. }));
+        let read = nodes.flat_map(|node| &node.inputs);
+        let multiplied: BTreeSet<_> = read
+            .filter_map(|&value| self.graph.param_of(value))
+            .collect();
+        let each = multiplied.into_iter().map(|id| {
+            let param = self.graph.param(id);
+            let passes = if param.trainable { 6.0 } else { 4.0 };
+            passes * param.full.numel() as f64
+        });
+        let info = &self.draft.info;
+        let attention = 12.0 * (info.num_layers * info.hidden_size) as f64;
+        each.sum::<f64>() + attention * self.draft.seq_length as f64
     }
 }
 

@@ -11,6 +11,7 @@ mod resume;
 mod saving;
 mod shards;
 mod step;
+mod times;
 
 use self::{
     course::{Course, batch_shape},
@@ -20,8 +21,9 @@ use self::{
 pub use best::BestModel;
 pub use checkpoint::LoadedCheckpoint;
 pub use evaluation::EvaluationMetrics;
-pub use progress::StepRecord;
+pub use progress::{Instruction, Lap, StepRecord};
 pub use step::StepReport;
+pub use times::{Breakdown, RankTimes, StepProfile};
 
 use crate::{
     config::{CheckedArguments, Device},
@@ -68,6 +70,17 @@ pub trait Callback: Send {
     /// A checkpoint of this step begins to be written.
     fn on_save_start(&mut self, step: usize) {
         let _ = step;
+    }
+
+    /// The times of each rank's instructions, with `wall_clock_breakdown` after each logged step,
+    /// on the first rank.
+    fn on_breakdown(&mut self, breakdown: &Breakdown) {
+        let _ = breakdown;
+    }
+
+    /// What the ranks ran in the steps of `profile_start_step`, on the first rank.
+    fn on_profile(&mut self, profile: &StepProfile) {
+        let _ = profile;
     }
 
     /// A checkpoint was written.
@@ -154,6 +167,7 @@ pub struct MerakTrainer {
     parts: TrainerParts,
     progress: RunProgress,
     records: Records,
+    times: times::Times,
     saving: Saving,
     programs: generation::Programs,
     resumed_from: Option<LoadedCheckpoint>,
@@ -203,6 +217,7 @@ impl MerakTrainer {
             parts,
             progress,
             records: Records::default(),
+            times: times::Times::default(),
             saving: Saving::default(),
             programs: generation::Programs::default(),
             resumed_from: None,
@@ -345,6 +360,37 @@ impl MerakTrainer {
         })
     }
 
+    /// The bytes that every rank of this rank's pipeline holds, on the pipeline's first rank;
+    /// nothing elsewhere.
+    ///
+    /// # Communication
+    /// A gathering of some numbers over the pipeline.
+    ///
+    /// # Errors
+    /// When a rank fails meanwhile.
+    ///
+    /// # Panics
+    /// Never: the bytes are plain data.
+    pub fn gather_memory(&self) -> Result<Vec<MemoryNeed>> {
+        let own = self.memory();
+        let own = [own.weights, own.gradients, own.optimizer, own.activations];
+        let own = serde_json::to_vec(&own).expect("plain numbers");
+        let group = self.stages.mpu.pipeline_parallel_group();
+        let ranks = group.gather_bytes(own, 0)?;
+        let need = |bytes: &Vec<u8>| {
+            let [weights, gradients, optimizer, activations] =
+                serde_json::from_slice(bytes).expect("a rank's own numbers");
+            MemoryNeed {
+                weights,
+                gradients,
+                optimizer,
+                activations,
+                ..MemoryNeed::default()
+            }
+        };
+        Ok(ranks.iter().map(need).collect())
+    }
+
     /// The most bytes of activations that were alive at once on this rank.
     pub fn peak_activation_bytes(&self) -> usize {
         self.stages.peak_activation_bytes()
@@ -372,6 +418,7 @@ impl MerakTrainer {
         }
         let start = Instant::now();
         let first_step = self.progress.global_step;
+        self.progress.first_step = first_step;
         let skipped_before = self.stages.optimizer.progress().skipped;
         let mut tally = Tally::default();
         let (mut evaluation, mut stop) = (None, None);
@@ -381,6 +428,7 @@ impl MerakTrainer {
             evaluation = self.end_step(report, tally.updates)?;
             let agreed = self.agreed_stop();
             stop = self.placed(StepPart::Train, self.progress.global_step, agreed)?;
+            self.report_times(stop.is_some() || self.progress.is_done())?;
         }
         // A run without steps left does not replace the checkpoint that it came from.
         self.end_saving(self.progress.global_step > first_step)?;

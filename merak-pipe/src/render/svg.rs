@@ -359,7 +359,7 @@ fn outline(shape: &mut String, place: Place) {
 }
 
 /// The smallest of 1, 2 and 5 times a power of ten that is at least `least`.
-fn tick(least: f64) -> f64 {
+pub(super) fn tick(least: f64) -> f64 {
     let power = 10_f64.powf(least.max(f64::MIN_POSITIVE).log10().floor());
     let steps = [1.0, 2.0, 5.0].map(|step| step * power);
     let fits = steps.into_iter().find(|step| *step >= least * (1.0 - 1e-9));
@@ -367,12 +367,12 @@ fn tick(least: f64) -> f64 {
 }
 
 /// Up to three decimals.
-fn round(value: f64) -> f64 {
+pub(super) fn round(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 
 /// Names may come from a user's file. XML has no control characters.
-fn escape(text: &str) -> String {
+pub(super) fn escape(text: &str) -> String {
     let text = text.replace(char::is_control, "");
     let text = text.replace('&', "&amp;").replace('<', "&lt;");
     text.replace('>', "&gt;").replace('"', "&quot;")

@@ -16,7 +16,9 @@ use merak_trainer::{
     FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, Room, RunFolder,
     SeqLength, TrainSchedule, TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer},
-    keys, threads_per_rank,
+    keys,
+    metrics::{Page, Peak},
+    threads_per_rank,
 };
 use std::{fmt::Write as _, sync::Arc};
 
@@ -33,6 +35,8 @@ pub(crate) struct Prepared {
     pub(crate) corpus: Option<Corpus>,
     /// How long a step will take, where that was measured.
     pub(crate) prediction: Option<Prediction>,
+    /// What the speed of the run is a share of, in the process of the first rank.
+    pub(crate) peak: Option<Peak>,
     costs: CostModel,
     /// The file that keeps measured times.
     cost_cache: Option<CostCache>,
@@ -71,6 +75,9 @@ impl Prepared {
         let located = |error| config.locate(error);
         let mut prepared = prepared_alike(prepare().map_err(located), config, world)?;
         prepared.measure(!dry_run, world).map_err(located)?;
+        let measures = world.has_first() && !dry_run;
+        let peak = measures.then(|| Peak::of(&prepared.args)).transpose();
+        prepared.peak = world.agree(peak.map_err(located))?;
         world.check_same("the plan", &prepared.plan.digest()?)?;
         Ok(prepared)
     }
@@ -187,6 +194,7 @@ impl Prepared {
             plan,
             tokenizer,
             prediction: None,
+            peak: None,
             costs: CostModel::Counted,
             cost_cache: None,
             faster: None,
@@ -270,6 +278,25 @@ impl Prepared {
     pub(crate) fn predicted_activation_bytes(&self) -> Result<Vec<usize>> {
         let needs = self.plan.memory(&self.args, &self.workloads())?;
         Ok(needs.into_iter().map(|need| need.activations).collect())
+    }
+
+    /// What `report.html` says whatever the run records.
+    pub(crate) fn page(&self, folder: &RunFolder) -> Result<Page> {
+        let info = &self.plan.draft.info;
+        Ok(Page {
+            title: format!(
+                "{}, {} parameters, {} layers",
+                info.family,
+                self.plan.graph.num_elements(),
+                info.num_layers
+            ),
+            plan: Arc::clone(&self.plan),
+            prediction: self.prediction.clone(),
+            memory: self.plan.memory(&self.args, &self.workloads())?,
+            peak: self.peak,
+            config: folder.resolved().to_owned(),
+            total_steps: self.total_steps,
+        })
     }
 
     fn workloads(&self) -> Vec<Workload> {

@@ -13,7 +13,7 @@ use merak_trainer::{
     Callback, CheckedArguments, Config, Error, FolderError, Given, LoadedCheckpoint, MerakTrainer,
     Origin, Result, RunFolder, TrainOutput, TrainerParts, World, chain,
     data::bigram_loss,
-    metrics::{EvaluationMetrics, Progress, Reporter, Screen},
+    metrics::{EvaluationMetrics, Percent, Progress, Ran, Reporter, Screen},
 };
 use signal_hook::low_level::signal_name;
 use std::{
@@ -226,6 +226,8 @@ struct Finished {
     times: Vec<Duration>,
     /// What the ranks of the first pipeline ran in them, on the first rank.
     ran: Timeline,
+    /// The last share of the peak, on the first rank.
+    mfu: Option<f64>,
 }
 
 impl Run<'_> {
@@ -263,7 +265,10 @@ impl Run<'_> {
         }
         let (total, done) = (trainer.total_steps(), trainer.global_step());
         let progress = Progress::on(screen, total, done);
-        reporter.start(trainer, &self.args, &self.args.run_folder()?, progress)
+        let output_dir = self.args.run_folder()?;
+        reporter.start(trainer, &self.args, &output_dir, self.peak, progress)?;
+        reporter.with_page(self.page(folder)?);
+        Ok(())
     }
 
     /// The whole run of one rank.
@@ -316,13 +321,23 @@ impl Run<'_> {
             None
         };
         let peak_activation_bytes = trainer.peak_activation_bytes();
+        let ran = Ran {
+            timeline: trainer.gather_timeline()?,
+            memory: trainer.gather_memory()?,
+        };
+        let mut mfu = None;
+        if let Some((reporter, _)) = &reporter {
+            reporter.write_page(Some(&ran));
+            mfu = reporter.mfu();
+        }
         Ok(Ended::Trained(Box::new(Finished {
             output,
             evaluation,
             sample,
             peak_activation_bytes,
             times: trainer.records().map(|record| record.time).collect(),
-            ran: trainer.gather_timeline()?,
+            ran: ran.timeline,
+            mfu,
         })))
     }
 
@@ -431,10 +446,15 @@ impl Run<'_> {
         self.tell_evaluation(finished, &mut text);
         self.tell_memory(finished, &mut text);
         self.compare_times(finished, &mut text);
+        if let Some((peak, mfu)) = self.peak.zip(finished.mfu) {
+            let _ = writeln!(text, "MFU       {} of {peak}", Percent(mfu));
+        }
         text = output::fitted(&text);
         self.tell_sample(finished, &mut text);
         let metrics = file(&output_dir.join("metrics.jsonl"));
         let _ = writeln!(text, "metrics   {metrics}");
+        let report = file(&output_dir.join("report.html"));
+        let _ = writeln!(text, "report    {report}");
         if self.args.saves() {
             let store = Store::in_output_dir(output_dir);
             let last = store.path_of(finished.output.global_step as u64);

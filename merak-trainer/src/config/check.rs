@@ -14,7 +14,8 @@ use merak_zero::{LrSchedule, OptimizerKind};
 use super::{
     checked::CheckedArguments,
     choice::{
-        BackendChoice, CostSource, DataFormat, Device, EngineChoice, PartitionMethod, RecomputeMode,
+        BackendChoice, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
+        RecomputeMode, ReportTo,
     },
     keys::{MerakArguments, keys},
     range::Number,
@@ -467,6 +468,13 @@ fn check_intervals(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "load_best_model_at_end",
         a.load_best_model_at_end,
         "false unless \"save\" and \"do_eval\" are true: the best model is a checkpoint whose evaluation was best",
+    )?;
+    let folder = a.logging_dir.as_deref().map(file).unwrap_or_default();
+    checker.require(
+        a.logging_dir.is_none() || a.report_to == ReportTo::Tensorboard,
+        "logging_dir",
+        folder,
+        "unset unless \"report_to\" is \"tensorboard\"",
     )
 }
 

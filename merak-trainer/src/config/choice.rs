@@ -135,8 +135,10 @@ choices! {
     ReportTo {
         /// Nowhere.
         None = "none",
+        /// Event files of TensorBoard in `logging_dir`.
+        Tensorboard = "tensorboard",
     }
-    later ["tensorboard"]
+    later []
 }
 
 choices! {

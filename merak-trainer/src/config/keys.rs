@@ -35,6 +35,9 @@ const MAX_TIMEOUT_S: i64 = 1_000_000_000;
 /// result.
 const MAX_SIMULATED: i64 = 100_000;
 
+/// Most steps of a profile: their actions are kept in memory.
+const MAX_PROFILED: i64 = 1000;
+
 /// Upper bound on a factor of gradients: they are scaled by its inverse too, in `f32`.
 const MAX_PREDIVIDE: i64 = 1_000_000_000;
 
@@ -269,6 +272,23 @@ settings! {
         logging_steps: usize [at_least 1] = 500,
         /// Where metrics go besides `metrics.jsonl`.
         report_to: ReportTo = ReportTo::None,
+        /// Folder of the event files of `report_to = "tensorboard"`; unset: `tensorboard` in the
+        /// output folder.
+        logging_dir: Option<PathBuf> = None,
+        /// Floating-point operations per second that one rank could do at most, which `mfu` is a
+        /// share of; unset: the speed of the backend's matrix products, measured before the run.
+        peak_flops: Option<f64> [more_than 0] = None,
+        /// Whether a table of the times of each rank's instructions is logged every
+        /// `logging_steps`; gathering it costs a message from each rank then.
+        wall_clock_breakdown: bool = false,
+        /// First step of those whose actions are written to `trace.json` in the output folder;
+        /// unset: none are.
+        profile_start_step: Option<usize> [at_least 1] = None,
+        /// How many steps these are.
+        profile_steps: usize [at_least 1, at_most MAX_PROFILED] = 3,
+        /// Whether the memory of a stage's output is freed once it is sent, unless the stage's
+        /// backward reads it. It always is: both values do the same.
+        dealloc_pipeoutput: bool = false,
         /// Continues prompts from standard input instead of training.
         text_generation: bool = false,
         /// Most new tokens per prompt in generation.
@@ -425,6 +445,11 @@ impl MerakArguments {
             None => ends_epoch || steps.is_multiple_of(SAVE_STEPS),
         };
         self.saves() && is_due
+    }
+
+    /// Whether step `step` of a run of `total` steps is logged, which went on after `first` steps.
+    pub(crate) fn logs_after(&self, step: usize, first: usize, total: usize) -> bool {
+        step.is_multiple_of(self.logging_steps) || step == total || step == first + 1
     }
 
     /// The scale of the loss, which `fp16` needs.

@@ -36,7 +36,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("sp_method", &[r#""ulysses""#]),
     reserved("trace_model", &[r#""""#]),
     reserved("input_names", NONE),
-    reserved("wall_clock_breakdown", FALSE),
     reserved("cache_sharding", FALSE),
     reserved("cache_name", NONE),
     reserved("return_logits", FALSE),
@@ -45,10 +44,8 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("parallel_vocab", FALSE),
     reserved("sequence_parallel", FALSE),
     reserved("sequence_dim", &["1"]),
-    reserved("dealloc_pipeoutput", FALSE),
     reserved("tp_overlapping_level", &["0"]),
     reserved("do_predict", FALSE),
-    reserved("logging_dir", NONE),
     reserved("half_precision_backend", NONE),
     // Memory is never pinned and every rank is a CPU rank: both values hold already.
     reserved("dataloader_pin_memory", &["true", "false"]),

@@ -1,6 +1,6 @@
 //! Whether an output folder, and what lies in it, can be a run's. Nothing here changes a folder.
 
-use super::{ASIDE, FILES, MOVING, REMOVED, start::Found};
+use super::{ASIDE, EVENTS, FILES, MOVING, REMOVED, start::Found};
 use crate::error::{Error, FolderError, Result};
 use merak_ckpt::{Store, format::CHECKPOINTS, words::file};
 use std::{
@@ -71,7 +71,7 @@ pub(super) fn check_names(folder: &Path) -> Result<()> {
             _ => {}
         }
     }
-    for name in [CHECKPOINTS, ASIDE, MOVING, REMOVED] {
+    for name in [CHECKPOINTS, EVENTS, ASIDE, MOVING, REMOVED] {
         let path = folder.join(name);
         // Checkpoints may lie elsewhere, behind a link.
         let found = if name == CHECKPOINTS {

@@ -1,6 +1,6 @@
 //! The entries of a run as they are moved, put back and removed.
 
-use super::{ADAPTER, ASIDE, Contents, EARLIER, FILES, METRICS_DRAFT, MOVING, REMOVED};
+use super::{ADAPTER, ASIDE, Contents, EARLIER, EVENTS, FILES, METRICS_DRAFT, MOVING, REMOVED};
 use merak_ckpt::{Store, format::CHECKPOINTS, words::file};
 use std::{
     fs, io,
@@ -196,7 +196,7 @@ fn has_other_checkpoints(folder: &Path) -> io::Result<bool> {
 pub(super) fn run_in(folder: &Path, one_by_one: bool) -> io::Result<Vec<PathBuf>> {
     let mut paths: Vec<_> = FILES
         .into_iter()
-        .chain([ADAPTER])
+        .chain([EVENTS, ADAPTER])
         .map(PathBuf::from)
         .collect();
     if one_by_one {

@@ -35,15 +35,25 @@ pub struct StepMetrics {
     /// Tokens per second over the steps since the last record; evaluating and saving do not count.
     pub tokens_per_s: f64,
     /// Floating-point operations of the model per second at this speed, in units of 10^12, over all
-    /// ranks: six per parameter and token, whatever is recomputed.
+    /// ranks, as [`Plan::flops_per_token`](crate::Plan::flops_per_token) counts them.
     pub tflops: Option<f64>,
-    /// Share of the devices' peak that this is; `null` where the peak is not known, as on CPUs.
+    /// Share of the ranks' [`Peak`](super::Peak) that this is; `null` without one.
     pub mfu: Option<f64>,
     /// Resident bytes of the process of rank 0 when the record is written, with ranks as threads
     /// that of all ranks; `null` where the system does not tell.
     pub memory_bytes: Option<u64>,
     /// Loss scale; `null` where there is none, as in f32.
     pub loss_scale: Option<f64>,
+    /// Steps of the run so far that changed nothing because a gradient was not finite.
+    pub skipped_steps: u64,
+    /// Mean seconds of a step since the last record, on the first rank; evaluating and saving do
+    /// not count.
+    pub step_time_s: f64,
+    /// Mean seconds of a step since the last record in which the first rank waited for its batches:
+    /// how slow its disk is. Workers that read ahead (`dataloader_num_workers`) hide it.
+    pub data_wait_s: f64,
+    /// Samples per second over the steps since the last record.
+    pub samples_per_s: f64,
     /// Seconds since training started, evaluating and saving included. A resumed run goes on from
     /// the last record that it keeps.
     pub time_s: f64,
@@ -132,6 +142,22 @@ impl MetricsFile {
         }
         self.file = renewed;
         Ok(())
+    }
+
+    /// All records, those of earlier parts of the run included.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be read.
+    pub fn records(&self) -> Result<Vec<Value>> {
+        let bytes = merak_ckpt::read_regular(&self.path, u64::MAX);
+        let bytes = bytes.map_err(|source| Error::Write {
+            path: self.path.clone(),
+            source,
+        })?;
+        let text = String::from_utf8_lossy(&bytes);
+        let records = text.lines().map(serde_json::from_str);
+        Ok(records.filter_map(serde_json::Result::ok).collect())
     }
 
     /// `time_s` of the last record that was there when the file was opened; 0 without one.
@@ -282,6 +308,6 @@ mod tests {
             lr: 1e-3,
             ..StepMetrics::default()
         };
-        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"step":7,"loss":null,"grad_norm":0.0,"lr":0.001,"tokens":0,"tokens_per_s":0.0,"tflops":null,"mfu":null,"memory_bytes":null,"loss_scale":null,"time_s":0.0}"#);
+        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"step":7,"loss":null,"grad_norm":0.0,"lr":0.001,"tokens":0,"tokens_per_s":0.0,"tflops":null,"mfu":null,"memory_bytes":null,"loss_scale":null,"skipped_steps":0,"step_time_s":0.0,"data_wait_s":0.0,"samples_per_s":0.0,"time_s":0.0}"#);
     }
 }

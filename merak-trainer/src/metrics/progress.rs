@@ -1,19 +1,21 @@
 //! Progress for people: a bar on a terminal, lines elsewhere.
 
 use std::{
-    fmt,
+    fmt::{self, Write as _},
     io::{self, Write},
     path::Path,
-    time::Duration,
 };
 
 use indicatif::ProgressBar;
-use merak_ckpt::words::file;
+use merak_ckpt::words::{Bytes, file};
 
 use super::{
+    memory::resident_bytes,
+    peak::{Percent, Rates},
     screen::Screen,
     times::{Readable, StepTimes},
 };
+use crate::trainer::StepReport;
 
 /// Steps whose times make up the estimate of the time left.
 const WINDOW: usize = 20;
@@ -22,9 +24,12 @@ const WINDOW: usize = 20;
 ///
 /// On a terminal a bar is redrawn at each step, and evaluating and saving have bars of their own
 /// below it while they last. Elsewhere a line is written at each step that is logged:
-/// `step 20/100  loss 3.2184  1024 tokens/s  1m 20s left`.
+/// `step 20/100  loss 3.2184  grad 1.25  lr 3.0e-4  125 ms  32.0 samples/s  1024 tokens/s`, with the
+/// loss scale and the skipped steps where there are any, and with the share of the peak and the
+/// time left where no bar shows them.
 pub struct Progress {
     total: usize,
+    rates: Rates,
     times: StepTimes,
     output: Output,
 }
@@ -47,10 +52,11 @@ impl Progress {
         if !screen.has_bars() {
             return Self::lines(total, Box::new(screen.clone()));
         }
-        let steps = screen.bar(total as u64, "{bar:24} {pos}/{len}  {msg}");
+        let steps = screen.bar(total as u64, "{wide_bar} {pos}/{len}  {msg}");
         steps.set_position(done as u64);
         Self {
             total,
+            rates: Rates::default(),
             times: StepTimes::new(WINDOW),
             output: Output::Bars {
                 screen: screen.clone(),
@@ -65,47 +71,57 @@ impl Progress {
     pub fn lines(total: usize, output: Box<dyn Write + Send>) -> Self {
         Self {
             total,
+            rates: Rates::default(),
             times: StepTimes::new(WINDOW),
             output: Output::Lines(output),
         }
     }
 
-    /// Reports that `step` steps are done, the last one in `time` on `tokens` tokens; `is_logged`
-    /// says whether the step is worth a line.
+    /// Shows further speeds, by `rates`.
+    #[must_use]
+    pub fn with_rates(mut self, rates: Rates) -> Self {
+        self.rates = rates;
+        self
+    }
+
+    /// Reports a step; `is_logged` says whether it is worth a line.
     ///
     /// # Errors
     ///
     /// When the line cannot be written.
-    pub fn step(
-        &mut self,
-        step: usize,
-        loss: f64,
-        tokens: usize,
-        time: Duration,
-        is_logged: bool,
-    ) -> io::Result<()> {
-        self.times.push(time);
+    pub fn step(&mut self, report: &StepReport, is_logged: bool) -> io::Result<()> {
+        self.times.push(report.time);
         let mean = self.times.mean().unwrap_or_default().as_secs_f64();
-        let speed = if mean > 0.0 {
-            tokens as f64 / mean
-        } else {
-            0.0
-        };
-        let left = self
-            .times
-            .left(self.total.saturating_sub(step))
-            .unwrap_or_default();
-        let text = format!(
-            "loss {loss:.4}  {speed:.0} tokens/s  {} left",
-            Readable(left)
+        let per_s = |amount: f64| if mean > 0.0 { amount / mean } else { 0.0 };
+        let tokens_per_s = per_s(report.tokens as f64);
+        let samples_per_s = per_s(self.rates.samples_per_step as f64);
+        let mfu = self.rates.mfu(tokens_per_s);
+        let mfu = mfu.map_or_else(String::new, |mfu| format!("  MFU {}", Percent(mfu)));
+        let left = self.times.left(self.total.saturating_sub(report.step));
+        let left = Readable(left.unwrap_or_default());
+        let tokens_per_s = Count(tokens_per_s);
+        let mut line = figures(report, self.total);
+        let _ = write!(
+            line,
+            "  {:.0} ms  {} samples/s  {tokens_per_s} tokens/s",
+            1e3 * mean,
+            Count(samples_per_s)
         );
         match &mut self.output {
-            Output::Bars { steps, .. } => {
-                steps.set_position(step as u64);
-                steps.set_message(text);
+            Output::Bars { steps, screen, .. } => {
+                let memory = resident_bytes()
+                    .map_or_else(String::new, |bytes| format!("  {}", Bytes(bytes)));
+                steps.set_position(report.step as u64);
+                steps.set_message(format!(
+                    "loss {:.4}  {tokens_per_s} tokens/s{mfu}{memory}  {left} left",
+                    report.loss
+                ));
+                if is_logged {
+                    write_line(screen, &line)?;
+                }
             }
             Output::Lines(output) if is_logged => {
-                write_line(output, &format!("step {step}/{}  {text}", self.total))?;
+                write_line(output, &format!("{line}{mfu}  {left} left"))?;
             }
             Output::Lines(_) => {}
         }
@@ -176,6 +192,40 @@ impl Progress {
     }
 }
 
+/// What a step computed, as a line begins.
+fn figures(report: &StepReport, total: usize) -> String {
+    let StepReport {
+        step,
+        loss,
+        grad_norm,
+        lr,
+        ..
+    } = report;
+    let mut line = format!("step {step}/{total}  loss {loss:.4}  grad {grad_norm:.2}  lr {lr:.1e}");
+    if let Some(scale) = report.loss_scale {
+        let _ = write!(line, "  scale {scale}");
+    }
+    if report.skipped_steps > 0 {
+        let _ = write!(line, "  skipped {}", report.skipped_steps);
+    }
+    line
+}
+
+/// An amount per second, as people read it: `0.25`, `32.0`, `1024`, `98.3k`, `1.2M`.
+struct Count(f64);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            n if n < 9.995 => write!(f, "{n:.2}"),
+            n if n < 99.95 => write!(f, "{n:.1}"),
+            n if n < 9999.5 => write!(f, "{n:.0}"),
+            n if n < 999_500.0 => write!(f, "{:.1}k", n / 1e3),
+            n => write!(f, "{:.1}M", n / 1e6),
+        }
+    }
+}
+
 /// Writes a line at once: a screen folds whole lines, and draws its bars again after each write.
 fn write_line(output: &mut impl Write, line: &str) -> io::Result<()> {
     output.write_all(format!("{line}\n").as_bytes())?;
@@ -212,7 +262,10 @@ impl fmt::Debug for Progress {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Mutex};
+    use std::{
+        sync::{Arc, Mutex},
+        time::Duration,
+    };
 
     use super::*;
 
@@ -232,18 +285,37 @@ mod tests {
     #[test]
     fn lines_are_written_for_logged_steps_only() {
         let shared = Shared::default();
-        let mut progress = Progress::lines(100, Box::new(shared.clone()));
-        let second = Duration::from_secs(1);
-        progress.step(1, 5.5, 1000, second, true).unwrap();
-        progress.step(2, 5.4, 1000, second, false).unwrap();
+        let rates = Rates {
+            samples_per_step: 8,
+            flops_per_token: 1e6,
+            peak: Some(1e10),
+        };
+        let mut progress = Progress::lines(100, Box::new(shared.clone())).with_rates(rates);
+        let mut report = StepReport {
+            step: 1,
+            loss: 5.5,
+            grad_norm: 1.25,
+            lr: 3e-4,
+            loss_scale: None,
+            tokens: 1000,
+            skipped: None,
+            skipped_steps: 0,
+            data_wait: Duration::ZERO,
+            time: Duration::from_secs(1),
+        };
+        progress.step(&report, true).unwrap();
+        report.step = 2;
+        progress.step(&report, false).unwrap();
         progress.say("validation loss 5.3").unwrap();
-        progress.step(3, f64::NAN, 1000, second, true).unwrap();
+        (report.step, report.loss) = (3, f64::NAN);
+        (report.loss_scale, report.skipped_steps) = (Some(65536.0), 2);
+        progress.step(&report, true).unwrap();
         progress.finish();
         let text = String::from_utf8(shared.0.lock().unwrap().clone()).unwrap();
         insta::assert_snapshot!(text, @r"
-        step 1/100  loss 5.5000  1000 tokens/s  1m 39s left
+        step 1/100  loss 5.5000  grad 1.25  lr 3.0e-4  1000 ms  8.00 samples/s  1000 tokens/s  MFU 10 %  1m 39s left
         validation loss 5.3
-        step 3/100  loss NaN  1000 tokens/s  1m 37s left
+        step 3/100  loss NaN  grad 1.25  lr 3.0e-4  scale 65536  skipped 2  1000 ms  8.00 samples/s  1000 tokens/s  MFU 10 %  1m 37s left
         ");
     }
 }

@@ -1,22 +1,28 @@
 //! Reports of a run while it trains.
 
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
-use merak_ckpt::words;
+use merak_ckpt::{words, write_regular};
 use serde::Serialize;
+use serde_json::Value;
 
-use super::{EvaluationMetrics, METRICS_FILE, MetricsFile, Progress, StepMetrics, resident_bytes};
+use super::{
+    EvaluationMetrics, EventFile, METRICS_FILE, MetricsFile, Page, Peak, Progress, Ran, Rates,
+    StepMetrics, resident_bytes,
+};
 use crate::{
-    config::CheckedArguments,
+    config::{CheckedArguments, ReportTo},
     error::{Error, FolderError, Result},
-    trainer::{Callback, MerakTrainer, StepReport},
+    folder::{EVENTS, REPORT_FILE, TRACE_FILE},
+    trainer::{Breakdown, Callback, MerakTrainer, StepProfile, StepReport},
 };
 
-/// Writes `metrics.jsonl` and shows progress, on the rank that it is given to.
+/// Writes `metrics.jsonl` and what else the arguments ask for, and shows progress, on the rank that
+/// it is given to.
 ///
 /// Clones share their state: one goes to the trainer as a [`Callback`], another stays with the
 /// caller that runs the trainer. Until [`Reporter::start`] it reports nothing.
@@ -26,11 +32,16 @@ pub struct Reporter(Arc<Mutex<Option<Report>>>);
 #[derive(Debug)]
 struct Report {
     file: MetricsFile,
+    events: Option<EventFile>,
+    output_dir: PathBuf,
+    page: Option<Page>,
     progress: Option<Progress>,
-    logging_steps: usize,
+    args: CheckedArguments,
     first_step: usize,
     total_steps: usize,
-    flops_per_token: f64,
+    rates: Rates,
+    /// Of the last record.
+    mfu: Option<f64>,
     /// Tokens since the run's first step.
     tokens: u64,
     /// Seconds of earlier parts of the run.
@@ -44,13 +55,16 @@ struct Report {
 /// The steps since the last record.
 #[derive(Debug, Default)]
 struct Window {
+    steps: u32,
     tokens: u64,
     time: Duration,
+    data_wait: Duration,
 }
 
 impl Reporter {
     /// Starts to report a trainer's run, in `metrics.jsonl` of its output folder and on `progress`.
     /// After resuming, the records of later steps are removed, and counts go on where they stood.
+    /// `peak` is what speeds are a share of.
     ///
     /// # Errors
     ///
@@ -60,23 +74,30 @@ impl Reporter {
         trainer: &MerakTrainer,
         args: &CheckedArguments,
         output_dir: &Path,
+        peak: Option<Peak>,
         progress: Progress,
     ) -> Result<()> {
         let first_step = trainer.global_step();
         let file = MetricsFile::open(&output_dir.join(METRICS_FILE), first_step);
-        // Nothing has run yet: the folder is at fault.
-        let file = file.map_err(|error| match error {
-            Error::Write { path, source } => Error::Folder(FolderError::OutputDir { path, source }),
-            other => other,
-        })?;
+        let file = file.map_err(folder_at_fault)?;
+        let events = events(args, output_dir, first_step)?;
+        let rates = Rates {
+            samples_per_step: args.global_batch(),
+            flops_per_token: trainer.plan().flops_per_token(),
+            peak: peak.map(|peak| peak.flops_per_s),
+        };
         let mut report = Report {
             earlier_s: file.earlier_time_s(),
             file,
-            progress: Some(progress),
-            logging_steps: args.logging_steps,
+            events,
+            output_dir: output_dir.to_path_buf(),
+            page: None,
+            progress: Some(progress.with_rates(rates)),
+            args: args.clone(),
             first_step,
             total_steps: trainer.total_steps(),
-            flops_per_token: trainer.plan().flops_per_token(),
+            rates,
+            mfu: None,
             tokens: trainer.tokens(),
             start: Instant::now(),
             window: Window::default(),
@@ -92,6 +113,27 @@ impl Reporter {
         }
         *self.lock() = Some(report);
         Ok(())
+    }
+
+    /// Writes `report.html` too, at each save and by [`Reporter::write_page`]. Call it once the
+    /// report has started.
+    pub fn with_page(&self, page: Page) {
+        if let Some(report) = self.lock().as_mut() {
+            report.page = Some(page);
+        }
+    }
+
+    /// Writes `report.html`, with what the ranks ran and held if that is known. A page that cannot
+    /// be written is reported and ends nothing.
+    pub fn write_page(&self, ran: Option<&Ran>) {
+        if let Some(report) = self.lock().as_mut() {
+            report.write_page(ran);
+        }
+    }
+
+    /// The share of the peak at the last record.
+    pub fn mfu(&self) -> Option<f64> {
+        self.lock().as_ref()?.mfu
     }
 
     /// Ends the progress; records are still written.
@@ -117,13 +159,14 @@ impl Report {
         self.tokens += report.tokens;
         self.window.tokens += report.tokens;
         self.window.time += report.time;
-        let is_logged = report.step.is_multiple_of(self.logging_steps)
-            || report.step == self.total_steps
-            || report.step == self.first_step + 1;
+        self.window.steps += 1;
+        self.window.data_wait += report.data_wait;
+        let is_logged = self
+            .args
+            .logs_after(report.step, self.first_step, self.total_steps);
         if let Some(progress) = &mut self.progress {
-            let tokens = usize::try_from(report.tokens).unwrap_or(usize::MAX);
             // A closed standard error does not end the training.
-            let _ = progress.step(report.step, report.loss, tokens, report.time, is_logged);
+            let _ = progress.step(report, is_logged);
         }
         if !is_logged {
             // A file that is removed is back before the next record, which may never come.
@@ -131,8 +174,11 @@ impl Report {
             self.note(renewed);
             return;
         }
-        let Window { tokens, time } = std::mem::take(&mut self.window);
-        let tokens_per_s = tokens as f64 / time.as_secs_f64().max(f64::MIN_POSITIVE);
+        let window = std::mem::take(&mut self.window);
+        let seconds = window.time.as_secs_f64().max(f64::MIN_POSITIVE);
+        let steps = f64::from(window.steps);
+        let tokens_per_s = window.tokens as f64 / seconds;
+        self.mfu = self.rates.mfu(tokens_per_s);
         self.record(&StepMetrics {
             step: report.step,
             loss: report.loss,
@@ -140,17 +186,45 @@ impl Report {
             lr: report.lr,
             tokens: self.tokens,
             tokens_per_s,
-            tflops: Some(tokens_per_s * self.flops_per_token / 1e12),
-            mfu: None,
+            tflops: Some(self.rates.flops(tokens_per_s) / 1e12),
+            mfu: self.mfu,
             memory_bytes: resident_bytes(),
             loss_scale: report.loss_scale,
+            skipped_steps: report.skipped_steps,
+            step_time_s: window.time.as_secs_f64() / steps,
+            data_wait_s: window.data_wait.as_secs_f64() / steps,
+            samples_per_s: steps * self.rates.samples_per_step as f64 / seconds,
             time_s: self.earlier_s + self.start.elapsed().as_secs_f64(),
         });
     }
 
     fn record(&mut self, record: &impl Serialize) {
-        let appended = self.file.append(record);
-        self.note(appended);
+        let mut written = self.file.append(record);
+        if let Some(events) = &mut self.events {
+            let (step, scalars) = scalars(record);
+            written = written.and(events.append(step, &scalars));
+        }
+        self.note(written);
+    }
+
+    fn write_page(&mut self, ran: Option<&Ran>) {
+        let Some(page) = &self.page else {
+            return;
+        };
+        let path = self.output_dir.join(REPORT_FILE);
+        let page = self.file.records().and_then(|records| {
+            let html = page.to_html(&records, ran)?;
+            write_regular(&path, html.as_bytes()).map_err(|source| Error::Write { path, source })
+        });
+        self.note(page);
+    }
+
+    fn write_trace(&mut self, profile: &StepProfile) {
+        let path = self.output_dir.join(TRACE_FILE);
+        match write_regular(&path, profile.to_trace().as_bytes()) {
+            Ok(()) => self.say(&format!("profile {}", words::file(&path))),
+            Err(source) => self.note(Err(Error::Write { path, source })),
+        }
     }
 
     /// A file that cannot be written does not stop the run, and is reported once until it can be.
@@ -167,6 +241,56 @@ impl Report {
             let _ = progress.say(line);
         }
     }
+}
+
+/// Nothing has run yet: the folder is at fault.
+fn folder_at_fault(error: Error) -> Error {
+    match error {
+        Error::Write { path, source } => Error::Folder(FolderError::OutputDir { path, source }),
+        other => other,
+    }
+}
+
+/// The event file that the arguments ask for.
+fn events(
+    args: &CheckedArguments,
+    output_dir: &Path,
+    first_step: usize,
+) -> Result<Option<EventFile>> {
+    if args.report_to != ReportTo::Tensorboard {
+        return Ok(None);
+    }
+    let folder = match &args.logging_dir {
+        Some(folder) => folder.clone(),
+        None => output_dir.join(EVENTS),
+    };
+    let events = EventFile::open(&folder, first_step as u64 + 1);
+    let events = events.map_err(|error| match (&args.logging_dir, error) {
+        (None, error) => folder_at_fault(error),
+        (Some(_), error) => Error::Blamed {
+            key: "logging_dir",
+            place: None,
+            source: Box::new(error),
+        },
+    })?;
+    Ok(Some(events))
+}
+
+/// The step of a record, and its numbers under the tags that TensorBoard shows.
+fn scalars(record: &impl Serialize) -> (u64, Vec<(String, f64)>) {
+    let record = serde_json::to_value(record).unwrap_or_default();
+    let fields = record.as_object().into_iter().flatten();
+    let tagged = fields.filter_map(|(name, value)| {
+        let tag = match (name.as_str(), name.strip_prefix("eval_")) {
+            ("step", _) => return None,
+            ("lr", _) => "Train/learning_rate".to_owned(),
+            (_, Some(name)) => format!("Eval/{name}"),
+            (name, None) => format!("Train/{name}"),
+        };
+        Some((tag, value.as_f64()?))
+    });
+    let step = record.get("step").and_then(Value::as_u64);
+    (step.unwrap_or(0), tagged.collect())
 }
 
 impl Callback for Reporter {
@@ -196,9 +320,24 @@ impl Callback for Reporter {
         }
     }
 
+    fn on_breakdown(&mut self, breakdown: &Breakdown) {
+        if let Some(this) = &mut *self.lock() {
+            this.say(&breakdown.to_string());
+        }
+    }
+
+    fn on_profile(&mut self, profile: &StepProfile) {
+        if let Some(this) = &mut *self.lock() {
+            this.write_trace(profile);
+        }
+    }
+
     fn on_save(&mut self, path: &Path) {
-        if let Some(progress) = self.lock().as_mut().and_then(|this| this.progress.as_mut()) {
-            let _ = progress.saved(path);
+        if let Some(this) = &mut *self.lock() {
+            if let Some(progress) = &mut this.progress {
+                let _ = progress.saved(path);
+            }
+            this.write_page(None);
         }
     }
 }

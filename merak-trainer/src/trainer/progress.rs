@@ -6,7 +6,10 @@ use crate::{
     error::{ConfigError, Error, Result},
 };
 use merak_pipe::Span;
-use std::{collections::VecDeque, time::Duration};
+use std::{
+    collections::VecDeque,
+    time::{Duration, Instant},
+};
 
 /// A run's course, and the steps that are done of it.
 #[derive(Debug)]
@@ -16,6 +19,8 @@ pub(super) struct RunProgress {
     pub(super) global_step: usize,
     /// Tokens of the global batches of these steps, each at its own size.
     pub(super) tokens: u64,
+    /// Steps that were done when training began or went on.
+    pub(super) first_step: usize,
 }
 
 impl RunProgress {
@@ -25,6 +30,7 @@ impl RunProgress {
             course,
             global_step: 0,
             tokens: 0,
+            first_step: 0,
         }
     }
 
@@ -78,8 +84,36 @@ pub struct StepRecord {
     ///
     /// [`TrainerParts::epoch`]: crate::TrainerParts::epoch
     pub spans: Vec<Span>,
+    /// The instructions before and after them.
+    pub laps: Vec<Lap>,
+    /// When the step began.
+    pub start: Instant,
     /// The whole step.
     pub time: Duration,
+}
+
+/// An instruction besides the actions of the schedule, by the rank's own clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lap {
+    /// The instruction.
+    pub instruction: Instruction,
+    /// When it began.
+    pub start: Instant,
+    /// How long it took.
+    pub time: Duration,
+}
+
+/// What a rank does in a step besides the actions of its schedule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Instruction {
+    /// Waits for the batches of the step.
+    LoadMicroBatch,
+    /// Adds the gradients of tied weights, and reduces gradients over replicas as far as the
+    /// backward has not.
+    ReduceGrads,
+    /// Steps the optimizer.
+    OptimizerStep,
 }
 
 /// Steps whose records are kept.
@@ -90,13 +124,15 @@ const KEPT: usize = 32;
 pub(super) struct Records {
     /// The last step or generation.
     pub(super) timeline: Vec<Span>,
+    /// The other instructions of the step under way.
+    laps: Vec<Lap>,
     steps: VecDeque<StepRecord>,
     has_dropped_first: bool,
 }
 
 impl Records {
     /// Keeps the timeline as that of a step. The first step is dropped once there is another.
-    pub(super) fn note(&mut self, time: Duration) {
+    pub(super) fn note(&mut self, start: Instant, time: Duration) {
         let is_full = self.steps.len() == KEPT;
         let only_has_first = self.steps.len() == 1 && !self.has_dropped_first;
         if is_full || only_has_first {
@@ -105,8 +141,40 @@ impl Records {
         }
         self.steps.push_back(StepRecord {
             spans: self.timeline.clone(),
+            laps: std::mem::take(&mut self.laps),
+            start,
             time,
         });
+    }
+
+    /// Keeps the time of an instruction of the step under way, from `start` to now, and returns it.
+    pub(super) fn lap(&mut self, instruction: Instruction, start: Instant) -> Duration {
+        let time = start.elapsed();
+        self.laps.push(Lap {
+            instruction,
+            start,
+            time,
+        });
+        time
+    }
+
+    /// Forgets the instructions of a step that is not made.
+    pub(super) fn begin(&mut self) {
+        self.laps.clear();
+    }
+
+    /// How much of the last step the rank waited for batches.
+    pub(super) fn data_wait(&self) -> Duration {
+        let laps = self.last().map_or(&[][..], |record| &record.laps);
+        let loads = laps
+            .iter()
+            .filter(|lap| lap.instruction == Instruction::LoadMicroBatch);
+        loads.map(|lap| lap.time).sum()
+    }
+
+    /// The last step.
+    pub(super) fn last(&self) -> Option<&StepRecord> {
+        self.steps.back()
     }
 
     /// The last steps.

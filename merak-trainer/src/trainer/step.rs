@@ -1,6 +1,6 @@
 //! One optimizer step.
 
-use super::MerakTrainer;
+use super::{MerakTrainer, progress::Instruction};
 use crate::{
     data::{Batch, Loader, Requests},
     error::{Error, Result, StepPart},
@@ -33,6 +33,10 @@ pub struct StepReport {
     /// The first parameter with a gradient that is not finite, because of which nothing was
     /// updated.
     pub skipped: Option<String>,
+    /// Steps of the run that changed nothing because a gradient was not finite, this one included.
+    pub skipped_steps: u64,
+    /// How much of the step this rank waited for its batches; zero on a rank that reads none.
+    pub data_wait: Duration,
     /// How long the step took on this rank.
     pub time: Duration,
 }
@@ -92,14 +96,17 @@ impl MerakTrainer {
 
     fn step(&mut self) -> Result<StepReport> {
         let start = Instant::now();
+        self.records.begin();
         let (loss, tokens) = self.backward_step(self.progress.global_step, true)?;
         self.saving.wait_copied();
         let updates = self.stages.optimizer.progress().steps;
         let lr = self.progress.course.schedule.lr(updates);
+        let update_start = Instant::now();
         let update = self.stages.update(lr)?;
         self.progress.advance(tokens);
+        self.records.lap(Instruction::OptimizerStep, update_start);
         let time = start.elapsed();
-        self.records.note(time);
+        self.records.note(start, time);
         Ok(StepReport {
             step: self.progress.global_step,
             loss,
@@ -108,6 +115,8 @@ impl MerakTrainer {
             loss_scale: update.loss_scale,
             tokens,
             skipped: update.skipped,
+            skipped_steps: self.stages.optimizer.progress().skipped,
+            data_wait: self.records.data_wait(),
             time,
         })
     }
@@ -142,7 +151,9 @@ impl MerakTrainer {
     /// Runs the schedule over a global batch. Returns loss and tokens; the gradients stay in the
     /// store, averaged over the replicas if `reduces`.
     fn backward_step(&mut self, step: usize, reduces: bool) -> Result<(f64, u64)> {
+        let start = Instant::now();
         let batches = self.next_batches(step)?;
+        self.records.lap(Instruction::LoadMicroBatch, start);
         let (labels, loss_grad) = self.loss_grad(&batches)?;
         self.warn_of_no_labels(step, &batches, labels);
         let dp_rank = self.stages.mpu.data_parallel_rank();
@@ -163,9 +174,11 @@ impl MerakTrainer {
         }
         self.records.timeline = self.engine.run(&mut module, &mut self.link)?;
         let result = module.finish();
+        let start = Instant::now();
         if reduces {
             self.stages.reduce_gradients()?;
         }
+        self.records.lap(Instruction::ReduceGrads, start);
         let loss = self.mean_loss(&result, labels)?;
         let tokens = self.args.global_batch() * self.stages.plan.draft.seq_length;
         Ok((loss, tokens as u64))

@@ -78,6 +78,7 @@ fn other_value(name: &str) -> Value {
         | "model.config"
         | "model.hf_dir"
         | "lora_config"
+        | "logging_dir"
         | "distributed.nccl_library" => {
             json!("/data/some")
         }
@@ -85,6 +86,7 @@ fn other_value(name: &str) -> Value {
         "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
             json!(["c_attn", "c_fc"])
         }
+        "report_to" => json!("tensorboard"),
         "save" | "greater_is_better" => json!(true),
         "stop_strings" => json!(["end"]),
         "distributed.engine" => json!("threads"),
@@ -104,7 +106,7 @@ fn other_value(name: &str) -> Value {
 }
 
 /// Keys with a single choice in this version: there is no other value to set.
-const SINGLE_CHOICE: &[&str] = &["metric_for_best_model", "trace_method", "report_to"];
+const SINGLE_CHOICE: &[&str] = &["metric_for_best_model", "trace_method"];
 
 #[test]
 fn every_key_is_reached_from_file_environment_and_command_line() {

@@ -176,6 +176,8 @@ fn step(time: Duration) -> StepReport {
         loss_scale: None,
         tokens: 1,
         skipped: None,
+        skipped_steps: 0,
+        data_wait: Duration::ZERO,
         time,
     }
 }
