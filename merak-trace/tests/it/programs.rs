@@ -245,3 +245,45 @@ fn a_batch_without_an_input_is_refused_by_name() {
         "input \"input_ids\" of type i64[2, 6] was not given; the batch has "
     );
 }
+
+#[test]
+fn a_sent_output_is_freed_unless_the_backward_reads_it() {
+    let graph = trace(&gpt2(false));
+    let backend = backend(1);
+    let batch = batch(&graph);
+    // A cut behind each node whose results are the only values that pass.
+    let (mut freed, mut kept) = (0, 0);
+    for cut in 1..graph.nodes().len() {
+        let bounds = vec![0, cut, graph.nodes().len()];
+        let cuts = StageCuts::new(&graph, bounds).expect("valid bounds");
+        let program = StageProgram::training(&graph, &cuts, 0, &RecomputePlan::default());
+        let program = program.expect("differentiable");
+        let [hop] = &program.send[..] else {
+            continue;
+        };
+        let backward = program.backward.iter();
+        let mut read = backward.flat_map(|&node| &program.graph.node(node).inputs);
+        let is_read = read.any(|&value| value == hop.value);
+        let bytes = hop.ty.size_bytes();
+        let runner = Interpreter::new(
+            Arc::new(program),
+            Arc::clone(&backend),
+            Arc::new(SingleRank),
+        );
+        let params = params(&backend, &runner.program().graph);
+        let forwarded = runner
+            .forward(&params.views, &batch, Vec::new(), context())
+            .expect("runs forward");
+        let before = backend.memory().live_bytes();
+        drop(forwarded.send);
+        let gone = before - backend.memory().live_bytes();
+        if is_read {
+            kept += 1;
+            assert_eq!(gone, 0, "the backward reads what is sent at {cut}");
+        } else {
+            freed += usize::from(gone == bytes);
+        }
+        drop(forwarded.frame);
+    }
+    assert!(freed > 0 && kept > 0, "{freed} freed, {kept} kept");
+}

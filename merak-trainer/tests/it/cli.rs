@@ -10,6 +10,7 @@ mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
 mod output; // documents and formats
 mod processes; // ranks in processes of their own
+mod reports; // event files, traces, the page
 mod runs; // one run per folder, signals, full disks
 mod samples; // data of which nothing can be learned
 #[cfg(unix)]

@@ -31,7 +31,7 @@ fn rises(numbers: &[f64]) -> bool {
 fn records_say_what_is_documented_and_go_on_in_a_resumed_run() {
     let place = Workplace::new();
     // Five steps of 4 samples of 16 tokens; the learning rate falls by 0.01 / 8 a step.
-    let line = "train merak.toml --max_steps 8 --save_steps 5 --logging_steps";
+    let line = "train merak.toml --peak_flops 1e12 --max_steps 8 --save_steps 5 --logging_steps";
     place.succeed(&format!("{line} 1"));
     let each = records(&place);
     assert_eq!(numbers(&each, "step"), [1., 2., 3., 4., 5., 6., 7., 8.]);
@@ -59,7 +59,13 @@ fn records_say_what_is_documented_and_go_on_in_a_resumed_run() {
                 .as_u64()
                 .is_none_or(|bytes| bytes > 1 << 20)
         );
-        assert!(record["mfu"].is_null() && record["loss_scale"].is_null());
+        assert!(record["loss_scale"].is_null() && record["skipped_steps"] == 0);
+        let number = |field: &str| record[field].as_f64().expect("a number");
+        // Four samples of 16 tokens a step; the peak is 1 TFLOP/s.
+        assert!((number("tokens_per_s") / number("samples_per_s") - 16.0).abs() < 1e-9);
+        assert!((number("samples_per_s") * number("step_time_s") - 4.0).abs() < 1e-9);
+        assert!((number("tflops") / number("mfu") - 1.0).abs() < 1e-9);
+        assert!((0.0..number("step_time_s")).contains(&number("data_wait_s")));
     }
     let times = numbers(&some, "time_s");
     assert!(rises(&times) && times[0] > 0.0, "{times:?}");
@@ -93,6 +99,23 @@ fn records_say_what_is_documented_and_go_on_in_a_resumed_run() {
     assert_eq!(numbers(&resumed, "tokens"), [64., 128., 256., 352., 416.]);
     assert_eq!(resumed[..3], some[..3]);
     assert!(rises(&numbers(&resumed, "time_s")));
+}
+
+#[test]
+fn the_share_of_the_peak_is_of_products_measured_before_the_run() {
+    let place = Workplace::new();
+    let said = place.succeed("train merak.toml");
+    let share = numbers(&records(&place), "mfu");
+    assert!(
+        share.iter().all(|share| (0.0..1.5).contains(share)),
+        "{share:?}"
+    );
+    assert!(
+        said.contains("the speed of f32 products measured before the run"),
+        "{said}"
+    );
+    let refused = place.mistake("train merak.toml --peak_flops 0");
+    insta::assert_snapshot!(refused, @r#""#);
 }
 
 #[cfg(feature = "tch")]

@@ -46,10 +46,14 @@ fn succeed(ended: &Ended) -> &str {
 
 /// The records of a run without what the clock and the memory say.
 fn records(place: &Workplace, run: &str) -> Vec<Value> {
-    const MEASURED: [&str; 6] = [
+    const MEASURED: [&str; 10] = [
         "time_s",
         "tokens_per_s",
+        "samples_per_s",
+        "step_time_s",
+        "data_wait_s",
         "tflops",
+        "mfu",
         "memory_bytes",
         "eval_runtime",
         "eval_samples_per_second",

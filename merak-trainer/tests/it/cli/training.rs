@@ -15,10 +15,10 @@ use serde_json::Value;
 
 use super::{Workplace, files};
 
-/// The files that a run leaves, without the records of its times.
+/// The files that a run leaves, without the records of its times and the page about them.
 fn artefacts(place: &Workplace) -> Vec<(String, Vec<u8>)> {
     let mut found = files(&place.path("run"));
-    found.retain(|(name, _)| name != "metrics.jsonl");
+    found.retain(|(name, _)| !["metrics.jsonl", "report.html"].contains(&name.as_str()));
     found
 }
 
