@@ -428,7 +428,8 @@ impl MerakTrainer {
             evaluation = self.end_step(report, tally.updates)?;
             let agreed = self.agreed_stop();
             stop = self.placed(StepPart::Train, self.progress.global_step, agreed)?;
-            self.report_times(stop.is_some() || self.progress.is_done())?;
+            let told = self.report_times(stop.is_some() || self.progress.is_done());
+            self.placed(StepPart::Train, self.progress.global_step, told)?;
         }
         // A run without steps left does not replace the checkpoint that it came from.
         self.end_saving(self.progress.global_step > first_step)?;

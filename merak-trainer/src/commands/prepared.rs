@@ -75,9 +75,6 @@ impl Prepared {
         let located = |error| config.locate(error);
         let mut prepared = prepared_alike(prepare().map_err(located), config, world)?;
         prepared.measure(!dry_run, world).map_err(located)?;
-        let measures = world.has_first() && !dry_run;
-        let peak = measures.then(|| Peak::of(&prepared.args)).transpose();
-        prepared.peak = world.agree(peak.map_err(located))?;
         world.check_same("the plan", &prepared.plan.digest()?)?;
         Ok(prepared)
     }
@@ -111,6 +108,17 @@ impl Prepared {
         self.prediction = self.plan.predict(&self.costs.under(args))?;
         self.faster = self.plan.faster_schedule(&self.costs.under(args))?;
         self.cost_cache = cache;
+        Ok(())
+    }
+
+    /// Measures what the speed of the run is a share of, in the process of the first rank.
+    ///
+    /// # Communication
+    /// Between processes, what agrees on failures.
+    pub(crate) fn measure_peak(&mut self, config: &Config, world: &World) -> Result<()> {
+        let measured = world.has_first().then(|| Peak::of(&self.args));
+        let measured = measured.transpose().map_err(|error| config.locate(error));
+        self.peak = world.agree(measured)?;
         Ok(())
     }
 
@@ -451,6 +459,15 @@ impl Prepared {
                 "warning: the warmup takes {warmup} steps and the run {total}: the learning rate never reaches \
                  \"learning_rate\", {}",
                 args.learning_rate
+            );
+        }
+        if let Some(first) = args.profile_start_step
+            && first > self.total_steps
+        {
+            let _ = writeln!(
+                text,
+                "warning: \"profile_start_step\" is {first} and the run ends at step {}: no step is profiled",
+                self.total_steps
             );
         }
         if args.asks_for_recomputation() && plan.recomputes_nothing() {

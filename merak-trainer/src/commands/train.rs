@@ -62,9 +62,12 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     if config.arguments().text_generation && !dry_run {
         return super::prompts::run(&config, &world);
     }
-    let prepared = Prepared::to_train(&config, dry_run, &world)?;
-    let run = Run(&prepared);
+    let mut prepared = Prepared::to_train(&config, dry_run, &world)?;
     let memory = world.agree(prepared.check_memory());
+    if memory.is_ok() && !dry_run {
+        prepared.measure_peak(&config, &world)?;
+    }
+    let run = Run(&prepared);
     if dry_run {
         if world.has_first() {
             output::print(&prepared.describe()?)?;

@@ -10,6 +10,7 @@ mod laws; // what no topology, schedule or interruption may change
 mod layers; // no circles between modules
 mod parity; // numbers of transformers
 mod soak; // memory that long runs hold
+mod speed; // operations of a token, waiting for data
 mod support; // small trainings on any topology
 #[cfg(feature = "tch")]
 mod tch; // the libtorch backend against the default one
