@@ -86,12 +86,12 @@ mod trainer;
 mod world;
 
 pub use config::{
-    AdapterName, AutopipeArguments, BackendChoice, BestMetric, Boundaries, CheckedArguments,
-    ComputeArguments, ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device,
-    DistributedArguments, EngineChoice, Given, InputPath, Key, LrScales, MerakArguments,
-    ModelArguments, Origin, PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength,
-    Temperature, ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule,
-    VARIABLES, key_help, key_page, keys,
+    AdapterName, AutopipeArguments, BackendChoice, Boundaries, CheckedArguments, ComputeArguments,
+    ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments,
+    EngineChoice, Given, InputPath, Key, LrScales, MerakArguments, MetricName, ModelArguments,
+    Origin, PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength, Temperature,
+    ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES,
+    key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{
@@ -103,8 +103,8 @@ pub use memory::{MemoryNeed, MemoryShortage, Room, RunMemory, Workload};
 pub use plan::{Draft, FasterSchedule, Forward, Lora, Plan, PlanInputs, Prediction, StageTimes};
 pub use stage::NamedTensors;
 pub use trainer::{
-    BestModel, Callback, LoadedCheckpoint, MerakTrainer, StepRecord, StepReport, TrainOutput,
-    TrainerParts,
+    BestModel, Callback, EarlyStopping, EvaluationMetrics, LoadedCheckpoint, MerakTrainer,
+    StepRecord, StepReport, TrainOutput, TrainerControl, TrainerParts,
 };
 pub use world::{World, run_on, run_world, threads_per_rank};
 

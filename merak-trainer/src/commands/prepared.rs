@@ -169,6 +169,7 @@ impl Prepared {
         let fingerprint = DataFingerprint::of(&args.data, &crates, tokenizer.as_ref(), samples)?;
         let inputs = PlanInputs::read(Arc::clone(&model.model), &args)?;
         let plan = Plan::new(&inputs, &args)?;
+        MerakTrainer::check_metric(&plan, &args)?;
         let plan = Arc::new(if trains { plan } else { plan.frozen() });
         // The configuration in use, overrides included, so that a checkpoint alone makes the model
         // again.

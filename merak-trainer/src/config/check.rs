@@ -62,6 +62,7 @@ pub(crate) fn check(
     check_schedule(arguments, &checker)?;
     check_recompute(arguments, &checker)?;
     check_intervals(arguments, &checker)?;
+    check_early_stopping(arguments, &checker)?;
     check_generation(arguments, &checker)?;
     check_engine(arguments, &checker)?;
     check_compute(arguments, &checker)?;
@@ -467,6 +468,19 @@ fn check_intervals(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "load_best_model_at_end",
         a.load_best_model_at_end,
         "false unless \"save\" and \"do_eval\" are true: the best model is a checkpoint whose evaluation was best",
+    )
+}
+
+fn check_early_stopping(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    if let Some(patience) = a.early_stopping_patience {
+        let expected = "unset unless \"do_eval\" is true: it counts evaluations during training";
+        checker.require(a.do_eval, "early_stopping_patience", patience, expected)?;
+    }
+    checker.require(
+        a.early_stopping_threshold <= 0.0 || a.early_stopping_patience.is_some(),
+        "early_stopping_threshold",
+        Number(a.early_stopping_threshold),
+        "0 unless \"early_stopping_patience\" is set",
     )
 }
 

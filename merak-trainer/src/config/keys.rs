@@ -10,15 +10,15 @@ use merak_zero::{
 
 use super::{
     choice::{
-        BackendChoice, BestMetric, ComputeUnits, CostSource, DataFormat, Device, EngineChoice,
-        PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
+        BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
+        RecomputeMode, ReportTo, TraceMethod,
     },
     key::{Key, settings},
     schedule::TrainSchedule,
     setting::InputPath,
     special::{
-        AdapterName, Boundaries, LrScales, Ratios, SeqLength, Temperature, ThreadsPerRank,
-        TokenizerSource,
+        AdapterName, Boundaries, LrScales, MetricName, Ratios, SeqLength, Temperature,
+        ThreadsPerRank, TokenizerSource,
     },
 };
 
@@ -154,10 +154,15 @@ settings! {
         /// Whether training ends with the weights of the step whose evaluation was best; such steps
         /// are saved too.
         load_best_model_at_end: bool = false,
-        /// What an evaluation is judged by.
-        metric_for_best_model: BestMetric = BestMetric::EvalLoss,
-        /// Whether more of that is better; unset: not of a loss.
+        /// What an evaluation is judged by: `eval_loss`, or another metric that it gives.
+        metric_for_best_model: MetricName = MetricName("eval_loss".to_owned()),
+        /// Whether more of that is better; unset: not of a loss or a perplexity.
         greater_is_better: Option<bool> = None,
+        /// Evaluations in a row after which training ends if `metric_for_best_model` did not
+        /// improve; unset: none.
+        early_stopping_patience: Option<usize> [at_least 1] = None,
+        /// What an improvement exceeds, for `early_stopping_patience`.
+        early_stopping_threshold: f64 [at_least 0] = 0.0,
         /// Whether only weights are loaded, and training starts at step 0.
         finetune: bool = false,
         /// Whether checkpoints leave random state out.
@@ -415,6 +420,12 @@ impl MerakArguments {
     pub fn saves(&self) -> bool {
         self.save
             .unwrap_or_else(|| self.output_dir.is_some() || self.lora_config.is_some())
+    }
+
+    /// Whether more of `metric_for_best_model` is better.
+    pub fn greater_is_better(&self) -> bool {
+        self.greater_is_better
+            .unwrap_or_else(|| self.metric_for_best_model.greater_is_better())
     }
 
     /// Whether a run saves after `steps` steps; `ends_epoch` tells whether the last one ends an

@@ -1,6 +1,6 @@
 //! Whether the user or the run is at fault, and which keys may be.
 
-use super::{DataError, Error, FolderError, PlanError, ResumeError};
+use super::{ConfigError, DataError, Error, FolderError, PlanError, ResumeError};
 
 impl Error {
     /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
@@ -64,6 +64,7 @@ impl Error {
             },
             Self::Folder(FolderError::OutputDir { .. }) => vec!["output_dir"],
             Self::Resume(ResumeError::NoCheckpoint { .. }) => vec!["resume_from_checkpoint"],
+            Self::Config(ConfigError::UnknownMetric { key, .. }) => vec![key],
             Self::Data(error) => error.keys(),
             Self::Plan(error) => error.keys(),
             Self::Model(error) => of_model(error),

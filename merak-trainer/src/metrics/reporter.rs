@@ -13,7 +13,7 @@ use super::{EvaluationMetrics, METRICS_FILE, MetricsFile, Progress, StepMetrics,
 use crate::{
     config::CheckedArguments,
     error::{Error, FolderError, Result},
-    trainer::{Callback, MerakTrainer, StepReport},
+    trainer::{Callback, MerakTrainer, StepReport, TrainerControl},
 };
 
 /// Writes `metrics.jsonl` and shows progress, on the rank that it is given to.
@@ -37,6 +37,8 @@ struct Report {
     earlier_s: f64,
     start: Instant,
     window: Window,
+    /// The step of the last record.
+    logged: usize,
     /// Whether it was reported that the file cannot be written.
     has_failed: bool,
 }
@@ -80,6 +82,7 @@ impl Reporter {
             tokens: trainer.tokens(),
             start: Instant::now(),
             window: Window::default(),
+            logged: first_step,
             has_failed: false,
         };
         if let Some(from) = trainer.resumed_from() {
@@ -131,6 +134,12 @@ impl Report {
             self.note(renewed);
             return;
         }
+        self.log(report);
+    }
+
+    /// Makes the record of a step.
+    fn log(&mut self, report: &StepReport) {
+        self.logged = report.step;
         let Window { tokens, time } = std::mem::take(&mut self.window);
         let tokens_per_s = tokens as f64 / time.as_secs_f64().max(f64::MIN_POSITIVE);
         self.record(&StepMetrics {
@@ -170,13 +179,20 @@ impl Report {
 }
 
 impl Callback for Reporter {
-    fn on_step(&mut self, report: &StepReport) {
+    fn on_step(&mut self, report: &StepReport, _: &mut TrainerControl) {
         if let Some(this) = &mut *self.lock() {
             this.step(report);
         }
     }
 
-    fn on_evaluate(&mut self, metrics: &EvaluationMetrics) {
+    fn on_log(&mut self, report: &StepReport) {
+        let mut this = self.lock();
+        if let Some(this) = this.as_mut().filter(|this| this.logged != report.step) {
+            this.log(report);
+        }
+    }
+
+    fn on_evaluate(&mut self, metrics: &EvaluationMetrics, _: &mut TrainerControl) {
         if let Some(this) = &mut *self.lock() {
             let (step, loss) = (metrics.step, metrics.eval_loss);
             this.say(&format!("step {step}: validation loss {loss:.4}"));
@@ -196,7 +212,7 @@ impl Callback for Reporter {
         }
     }
 
-    fn on_save(&mut self, path: &Path) {
+    fn on_save(&mut self, path: &Path, _: &mut TrainerControl) {
         if let Some(progress) = self.lock().as_mut().and_then(|this| this.progress.as_mut()) {
             let _ = progress.saved(path);
         }

@@ -5,13 +5,17 @@ use crate::{
     config::CheckedArguments,
     data::{BatchShape, Dataset, EvaluationOrder, collate},
     error::{ConfigError, Result, StepPart},
-    plan::Forward,
+    plan::{Forward, Plan},
     stage::{StepInputs, StepModule, count_labels},
 };
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp};
 use merak_trace::Interpreter;
 use serde::Serialize;
-use std::{collections::VecDeque, sync::Arc, time::Instant};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+    time::Instant,
+};
 
 /// What an evaluation reports.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
@@ -24,6 +28,33 @@ pub struct EvaluationMetrics {
     pub eval_samples: usize,
     /// Seconds that the evaluation took.
     pub eval_runtime: f64,
+    /// Samples per second.
+    pub eval_samples_per_second: f64,
+    /// All other metrics, by names that begin with `eval_`.
+    #[serde(flatten)]
+    pub metrics: BTreeMap<String, f64>,
+}
+
+impl EvaluationMetrics {
+    /// The loss, by its name as a metric.
+    const LOSS: &str = "eval_loss";
+
+    /// What models can be judged by.
+    pub fn names(&self) -> Vec<&str> {
+        let others = self.metrics.keys().map(String::as_str);
+        std::iter::once(Self::LOSS).chain(others).collect()
+    }
+
+    /// The metric of a name.
+    pub fn get(&self, name: &str) -> Option<f64> {
+        let loss = (name == Self::LOSS).then_some(self.eval_loss);
+        loss.or_else(|| self.metrics.get(name).copied())
+    }
+}
+
+/// The metrics that evaluations of a plan's model give by themselves.
+pub(super) fn built_in(_plan: &Plan) -> Vec<&'static str> {
+    vec![EvaluationMetrics::LOSS]
 }
 
 impl MerakTrainer {
@@ -67,15 +98,17 @@ impl MerakTrainer {
             self.tell_evaluation(iteration + 1, order.iterations());
         }
         pace.finish()?;
+        let eval_loss = self.mean_over_ranks(&sums)?;
+        let (eval_samples, eval_runtime) = (order.samples(), start.elapsed().as_secs_f64());
         let metrics = EvaluationMetrics {
             step: self.progress.global_step,
-            eval_loss: self.mean_over_ranks(&sums)?,
-            eval_samples: order.samples(),
-            eval_runtime: start.elapsed().as_secs_f64(),
+            eval_loss,
+            eval_samples,
+            eval_runtime,
+            eval_samples_per_second: eval_samples as f64 / eval_runtime.max(f64::MIN_POSITIVE),
+            metrics: BTreeMap::new(),
         };
-        for callback in &mut self.parts.callbacks {
-            callback.on_evaluate(&metrics);
-        }
+        self.tell(|callback, control| callback.on_evaluate(&metrics, control));
         Ok(metrics)
     }
 
@@ -138,9 +171,7 @@ impl MerakTrainer {
     }
 
     fn tell_evaluation(&mut self, done: usize, total: usize) {
-        for callback in &mut self.parts.callbacks {
-            callback.on_evaluation_step(done, total);
-        }
+        self.tell(|callback, _| callback.on_evaluation_step(done, total));
     }
 }
 

@@ -3,6 +3,7 @@
 pub(crate) mod agreement; // L2 over 30 steps, in every stage and precision
 mod best; // the best model of a run
 mod bf16; // L1 to L3: weights of bf16
+mod control; // callbacks that act
 mod data; // samples: their order, their names, their evaluation
 pub(crate) mod encoders; // L1, L2: masked tokens, classes, translations, images
 pub(crate) mod generation; // N20: the same tokens from every topology

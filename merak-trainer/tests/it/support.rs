@@ -247,13 +247,13 @@ impl Case {
         &self,
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
-        self.try_on_ranks_told(|_| None, body)
+        self.try_on_ranks_told(|_| [], body)
     }
 
     /// The same, with callbacks on some ranks.
-    pub(crate) fn try_on_ranks_told<T: Send>(
+    pub(crate) fn try_on_ranks_told<T: Send, C: IntoIterator<Item = Box<dyn Callback>>>(
         &self,
-        told: impl Fn(usize) -> Option<Box<dyn Callback>> + Sync,
+        told: impl Fn(usize) -> C + Sync,
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
         let (plan, args) = (self.plan(), self.arguments());
