@@ -100,13 +100,25 @@ pub use error::{
 pub use folder::{ADAPTER_CONFIG, RunFolder};
 pub use machine::{available_bytes, keep_to_one_heap};
 pub use memory::{MemoryNeed, MemoryShortage, Room, RunMemory, Workload};
-pub use plan::{Draft, FasterSchedule, Forward, Lora, Plan, PlanInputs, Prediction, StageTimes};
+pub use plan::{
+    CustomLoss, Draft, FasterSchedule, Forward, ForwardOutput, Lora, LossCount, LossFn, Plan,
+    PlanInputs, Prediction, StageTimes,
+};
 pub use stage::NamedTensors;
 pub use trainer::{
-    BestModel, Callback, EarlyStopping, EvaluationMetrics, LoadedCheckpoint, MerakTrainer,
+    BestModel, Callback, ComputeMetrics, Divergence, EarlyStopping, EvaluationMetrics,
+    LoadedCheckpoint, LrScheduler, MerakTrainer, PredictionKind, PredictionOutput, Rollback,
     StepRecord, StepReport, TrainOutput, TrainerControl, TrainerParts,
 };
-pub use world::{World, run_on, run_world, threads_per_rank};
+pub use world::{World, get_grid, get_topo, run_on, run_world, threads_per_rank};
+// The names of the other crates that a program with a trainer needs, and the crates for the rest.
+pub use merak_ckpt::{self, Completion, GenerateOptions};
+pub use merak_mpu::{self, Axis, Degrees, Group, Member, Mpu, Topology, init};
+pub use merak_partition::{self, PartitionReport};
+pub use merak_pipe;
+pub use merak_tp::{self, LayerLists, set_tp_layer_lists};
+pub use merak_trace;
+pub use merak_zero;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -5,9 +5,11 @@ mod best;
 mod callback;
 mod checkpoint;
 mod course;
+mod divergence;
 mod early_stopping;
 mod evaluation;
 mod generation;
+mod prediction;
 mod progress;
 mod resume;
 mod saving;
@@ -17,20 +19,23 @@ mod step;
 use self::{
     callback::Stop,
     course::{Course, batch_shape},
+    divergence::DivergenceGuard,
     progress::{Records, RunProgress},
     saving::Saving,
 };
 pub use best::BestModel;
 pub use callback::{Callback, TrainerControl};
 pub use checkpoint::LoadedCheckpoint;
+pub use divergence::{Divergence, Rollback};
 pub use early_stopping::EarlyStopping;
 pub use evaluation::EvaluationMetrics;
+pub use prediction::{ComputeMetrics, PredictionKind, PredictionOutput};
 pub use progress::StepRecord;
 pub use step::StepReport;
 
 use crate::{
     config::{CheckedArguments, Device},
-    data::{DataFingerprint, Dataset, Loader},
+    data::{Collator, DataFingerprint, Dataset, Loader},
     error::{Error, PlanError, Result, StepPart},
     memory::MemoryNeed,
     plan::Plan,
@@ -38,6 +43,7 @@ use crate::{
     world::threads_per_rank,
 };
 use merak_mpu::{Group, Mpu};
+use merak_partition::PartitionReport;
 use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
 use merak_trace::{Units, backend::candle::Products};
 use std::{
@@ -46,6 +52,11 @@ use std::{
     sync::{Arc, atomic::AtomicI64},
     time::{Duration, Instant},
 };
+
+/// A learning rate of the caller's own: after a number of updates, skipped steps aside, in a run of
+/// so many steps. It must be the same function on every rank, and of nothing else, so that a resumed
+/// run goes on alike.
+pub type LrScheduler = Arc<dyn Fn(u64, usize) -> f64 + Send + Sync>;
 
 /// What a trainer is made of besides the plan and the arguments.
 #[derive(Default)]
@@ -62,6 +73,13 @@ pub struct TrainerParts {
     pub stop: Arc<AtomicI64>,
     /// Compute threads of this rank; 0 takes those that the arguments give to each rank.
     pub num_threads: usize,
+    /// Makes microbatches of samples; unset: stacks them by name.
+    pub data_collator: Option<Collator>,
+    /// The learning rate, in place of `lr_scheduler_type`.
+    pub lr_scheduler: Option<LrScheduler>,
+    /// Metrics of evaluations besides the built-in ones, computed on rank 0 from the predictions of
+    /// all samples: class probabilities or token losses, with `return_logits` logits.
+    pub compute_metrics: Option<ComputeMetrics>,
     /// Observers of the run.
     pub callbacks: Vec<Box<dyn Callback>>,
     /// Start of timelines, so that those of several ranks have one axis; if unset, the start of
@@ -88,12 +106,21 @@ pub struct TrainOutput {
     pub training_loss: f64,
     /// Steps of this call that were skipped because a gradient was not finite.
     pub skipped_steps: u64,
+    /// Returns to earlier checkpoints in this call, with `divergence_guard`; the steps that they
+    /// undid count no more.
+    pub rollbacks: usize,
     /// Passes over the data, the last one as a fraction.
     pub epoch: f64,
-    /// How long training took.
+    /// How long training took, evaluations and saves included.
     pub train_runtime: Duration,
     /// Tokens that were trained on.
     pub tokens: u64,
+    /// Samples per second of this time.
+    pub train_samples_per_second: f64,
+    /// Steps per second of this time.
+    pub train_steps_per_second: f64,
+    /// Tokens per second of this time.
+    pub train_tokens_per_second: f64,
     /// The signal that ended training early.
     pub stopped_by: Option<i64>,
     /// The lowest rank that got this signal.
@@ -123,6 +150,10 @@ pub struct MerakTrainer {
     best: Option<BestModel>,
     /// With `early_stopping_patience`, the same on every rank.
     early_stopping: Option<EarlyStopping>,
+    /// With `divergence_guard`.
+    divergence: Option<DivergenceGuard>,
+    /// Returns to earlier checkpoints.
+    rollbacks: usize,
     /// What callbacks of this rank have asked for since the ranks last agreed.
     control: TrainerControl,
     /// The base's values of parameters into which an adapter is merged, by parameter.
@@ -158,7 +189,9 @@ impl MerakTrainer {
         if parts.num_threads == 0 {
             parts.num_threads = threads_per_rank(args);
         }
-        Self::check_metric(&plan, args)?;
+        if parts.compute_metrics.is_none() {
+            Self::check_metric(&plan, args)?;
+        }
         let mpu = Arc::new(tie(mpu, &plan)?);
         let (engine, link) = pipeline(&plan, &mpu, args, parts.epoch)?;
         let progress = RunProgress::new(Course::new(args, &parts)?);
@@ -176,6 +209,8 @@ impl MerakTrainer {
             resumed_from: None,
             best: None,
             early_stopping: EarlyStopping::of(args),
+            divergence: DivergenceGuard::of(args),
+            rollbacks: 0,
             control: TrainerControl::default(),
             base_values: BTreeMap::new(),
         };
@@ -229,7 +264,8 @@ impl MerakTrainer {
         Ok(course.total_steps)
     }
 
-    /// Checks that evaluations give the metric that the arguments judge models by. Needs no ranks.
+    /// Checks that evaluations give the metric that the arguments judge models by, without metrics
+    /// of the caller's own. Needs no ranks.
     ///
     /// # Errors
     /// [`ConfigError::UnknownMetric`](crate::ConfigError::UnknownMetric).
@@ -259,6 +295,14 @@ impl MerakTrainer {
     /// This rank's place in the run.
     pub fn mpu(&self) -> &Mpu {
         &self.stages.mpu
+    }
+
+    /// What each stage holds, runs and exchanges.
+    ///
+    /// # Errors
+    /// As [`Plan::partition_report`].
+    pub fn partition_report(&self) -> Result<PartitionReport> {
+        self.stages.plan.partition_report()
     }
 
     /// The plan.
@@ -355,6 +399,7 @@ impl MerakTrainer {
         }
         let start = Instant::now();
         let first_step = self.progress.global_step;
+        let rollbacks_before = self.rollbacks;
         let skipped_before = self.stages.optimizer.progress().skipped;
         let mut tally = Tally::default();
         let mut evaluation = None;
@@ -377,14 +422,23 @@ impl MerakTrainer {
         } else {
             None
         };
+        let train_runtime = start.elapsed();
+        let per_second = |count: f64| count / train_runtime.as_secs_f64().max(f64::MIN_POSITIVE);
+        let steps = self.progress.global_step - first_step;
+        // A return to an earlier checkpoint takes back what was counted since.
+        let skipped = self.stages.optimizer.progress().skipped;
         Ok(TrainOutput {
             global_step: self.progress.global_step,
-            steps: self.progress.global_step - first_step,
+            steps,
             training_loss: tally.mean_loss(),
-            skipped_steps: self.stages.optimizer.progress().skipped - skipped_before,
+            skipped_steps: skipped.saturating_sub(skipped_before),
+            rollbacks: self.rollbacks - rollbacks_before,
             epoch: self.progress.epochs(),
-            train_runtime: start.elapsed(),
+            train_runtime,
             tokens: tally.tokens,
+            train_samples_per_second: per_second((steps * self.args.global_batch()) as f64),
+            train_steps_per_second: per_second(steps as f64),
+            train_tokens_per_second: per_second(tally.tokens as f64),
             stopped_by: signal.map(|(signal, _)| signal),
             stopped_on: signal.map(|(_, rank)| rank),
             stopped_early: stop == Some(Stop::Asked),
@@ -409,7 +463,11 @@ impl MerakTrainer {
             trainer.tell(|callback, control| callback.on_step(&report, control));
             Ok(())
         })?;
-        self.check_skipped(&report, updates)?;
+        let limit = self.check_skipped(&report, updates);
+        if self.guard(&report, limit)? {
+            let stop = self.within(StepPart::Train, done, Self::agree)?;
+            return Ok((None, stop));
+        }
         self.within(StepPart::Save, done, |trainer| {
             trainer.finish_save_if_written().map(drop)
         })?;

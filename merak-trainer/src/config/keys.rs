@@ -38,6 +38,9 @@ const MAX_SIMULATED: i64 = 100_000;
 /// Upper bound on a factor of gradients: they are scaled by its inverse too, in `f32`.
 const MAX_PREDIVIDE: i64 = 1_000_000_000;
 
+/// Upper bound on the losses that a checkpoint keeps for the guard against divergence.
+const MAX_WINDOW: i64 = 10_000;
+
 /// Upper bound on the power of the first loss scale: `f32` holds the scale and its inverse.
 const MAX_SCALE_POWER: i64 = 100;
 
@@ -185,6 +188,12 @@ settings! {
         do_train: bool = false,
         /// Whether to evaluate, during training too.
         do_eval: bool = false,
+        /// Whether `merak train` writes predictions of the validation part in the end, into
+        /// `predictions.jsonl`; the command `predict` implies it.
+        do_predict: bool = false,
+        /// Whether predictions, and what metrics of one's own are computed from, are logits, not
+        /// probabilities of classes or losses of tokens.
+        return_logits: bool = false,
         /// Steps between evaluations; unset: at each epoch's end.
         eval_steps: Option<usize> [at_least 1] = None,
         /// Evaluation iterations, each of `gradient_accumulation_steps` microbatches per replica;
@@ -259,6 +268,15 @@ settings! {
         /// Steps in a row without finite gradients after which a run ends; each of them changes
         /// nothing. Under `fp16` those count in which the loss scale cannot fall.
         max_skipped_steps: usize [at_least 1] = 50,
+        /// Whether a run goes back to its last checkpoint, and on behind the data that led there,
+        /// where a step's loss is not finite or a spike, or `max_skipped_steps` is reached.
+        divergence_guard: bool = false,
+        /// Steps whose losses a loss is compared with; until there are as many, none is a spike.
+        divergence_window: usize [at_least 1, at_most MAX_WINDOW] = 50,
+        /// A loss is a spike if it is more than this times the median of that window.
+        divergence_factor: f64 [more_than 1] = 3.0,
+        /// Returns to the same checkpoint after which the next one ends the run.
+        divergence_max_rollbacks: usize [at_least 1] = 3,
         /// Shape of the learning rate over the run.
         lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
         /// Parameters of that shape; one that it does not take is refused.

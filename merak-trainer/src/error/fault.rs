@@ -12,6 +12,7 @@ impl Error {
             | Self::Data(DataError::DataThread)
             | Self::NoThread { .. }
             | Self::SkippedSteps { .. }
+            | Self::Diverged { .. }
             | Self::EvaluationLoss { .. }
             | Self::Rank { .. }
             | Self::OtherRank { .. }
@@ -43,7 +44,11 @@ impl Error {
     /// Whether the rank need not be added: every rank ends with the same error, or the error names
     /// its rank.
     pub(crate) fn says_whose(&self) -> bool {
-        self.is_user_error() || matches!(self, Self::SkippedSteps { .. } | Self::Step { .. })
+        self.is_user_error()
+            || matches!(
+                self,
+                Self::SkippedSteps { .. } | Self::Diverged { .. } | Self::Step { .. }
+            )
     }
 }
 

@@ -13,7 +13,7 @@ use super::{EvaluationMetrics, METRICS_FILE, MetricsFile, Progress, StepMetrics,
 use crate::{
     config::CheckedArguments,
     error::{Error, FolderError, Result},
-    trainer::{Callback, MerakTrainer, StepReport, TrainerControl},
+    trainer::{Callback, MerakTrainer, Rollback, StepReport, TrainerControl},
 };
 
 /// Writes `metrics.jsonl` and shows progress, on the rank that it is given to.
@@ -189,6 +189,22 @@ impl Callback for Reporter {
         let mut this = self.lock();
         if let Some(this) = this.as_mut().filter(|this| this.logged != report.step) {
             this.log(report);
+        }
+    }
+
+    fn on_rollback(&mut self, rollback: &Rollback) {
+        if let Some(this) = &mut *self.lock() {
+            let Rollback {
+                step,
+                loss,
+                cause,
+                to_step,
+            } = rollback;
+            this.say(&format!("step {step}: back to step {to_step}, as {cause}"));
+            this.record(&serde_json::json!({
+                "step": to_step, "rolled_back_from": step, "diverged_loss": loss,
+                "cause": cause.to_string(),
+            }));
         }
     }
 

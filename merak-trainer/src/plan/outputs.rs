@@ -1,7 +1,9 @@
 //! What a forward gives beside its loss.
 
+use super::loss::SCOPE;
 use crate::error::{Error, PlanError, Result};
 use merak_trace::{Graph, Node, Op, ValueId};
+use std::sync::Arc;
 
 /// What a forward without gradients ends in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,16 +47,19 @@ impl ForwardOutput {
 
 /// Adds a copy of a value as an output: the value itself may be made on an earlier stage.
 fn copy_out(graph: &mut Graph, name: &str, value: ValueId) -> Result<()> {
-    let copies = graph.add_node(Op::Identity, [value], name)?;
+    let copies = graph.add_node(&Arc::from(name), Op::Identity, vec![value])?;
     graph.add_output(name, copies[0]);
     Ok(())
 }
 
-/// The logits of the cross-entropy that the loss is.
+/// The logits of the cross-entropy, or those that a custom loss begins with.
 fn logits(graph: &Graph) -> Result<ValueId> {
-    let loss = graph.output("loss").and_then(|loss| maker(graph, loss));
-    let is_entropy = |node: &&Node| matches!(node.op, Op::CrossEntropy { .. });
-    let loss = loss.filter(is_entropy);
+    let makes_loss = |node: &&Node| match node.op {
+        Op::CrossEntropy { .. } => true,
+        Op::Identity => node.scope.rsplit('.').next() == Some(SCOPE),
+        _ => false,
+    };
+    let loss = graph.nodes().iter().find(makes_loss);
     loss.map(|node| node.inputs[0]).ok_or_else(no_logits)
 }
 

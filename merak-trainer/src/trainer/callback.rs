@@ -1,6 +1,6 @@
 //! Observers of a run, and what they may ask of it.
 
-use super::{EvaluationMetrics, MerakTrainer, StepReport};
+use super::{EvaluationMetrics, MerakTrainer, Rollback, StepReport};
 use crate::{error::Result, folder::RunFolder};
 use merak_mpu::{Group, ReduceOp};
 use std::{
@@ -68,6 +68,11 @@ pub trait Callback: Send {
     /// A callback asked for a record of the step that ended.
     fn on_log(&mut self, report: &StepReport) {
         let _ = report;
+    }
+
+    /// Training went back to an earlier checkpoint.
+    fn on_rollback(&mut self, rollback: &Rollback) {
+        let _ = rollback;
     }
 
     /// `done` of the `total` iterations of an evaluation are done: 0 at its start, `total` at its

@@ -2,6 +2,7 @@
 
 use super::{
     BestModel, EarlyStopping, MerakTrainer, batch_shape,
+    divergence::RecentLosses,
     early_stopping::Waiting,
     resume::{self, Candidates},
     shards::{ShardSource, state_layout},
@@ -53,6 +54,9 @@ pub(super) struct RunState {
     /// With `early_stopping_patience`, how long an improvement is waited for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     early_stopping: Option<Waiting>,
+    /// With `divergence_guard`, the losses that the next one is compared with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    divergence: Option<RecentLosses>,
     /// The training data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) data: Option<DataFingerprint>,
@@ -255,6 +259,7 @@ impl MerakTrainer {
             optim: Some(args.optim),
             best: self.best,
             early_stopping: self.early_stopping.as_ref().map(EarlyStopping::state),
+            divergence: self.divergence.as_ref().map(|guard| guard.recent.clone()),
             data: self.parts.fingerprint,
         };
         let info = &self.stages.plan.draft.info;
@@ -496,9 +501,13 @@ impl MerakTrainer {
             }
             self.restore_position(state)?;
             self.restore_best(state.best, checkpoint.path())?;
-            if let Some((stopping, state)) = self.early_stopping.as_mut().zip(state.early_stopping)
-            {
+            let stopping = self.early_stopping.as_mut().zip(state.early_stopping);
+            if let Some((stopping, state)) = stopping {
                 stopping.restore(state);
+            }
+            let guard = self.divergence.as_mut().zip(state.divergence.as_ref());
+            if let Some((guard, recent)) = guard {
+                guard.recent = recent.clone();
             }
         }
         self.loader = None;

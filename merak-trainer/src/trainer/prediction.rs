@@ -5,14 +5,13 @@ mod rows;
 
 pub(super) use self::{classes::ClassCounts, rows::Rows};
 
-use super::{EvaluationMetrics, MerakTrainer};
+use super::{EvaluationMetrics, MerakTrainer, evaluation};
 use crate::{
-    data::{Batch, Dataset, LABELS, SampleTensor},
+    data::Dataset,
     error::{Result, StepPart},
-    plan::{ForwardOutput, Plan},
+    plan::ForwardOutput,
     stage::floats,
 };
-use merak_mpu::into_vec;
 use merak_trace::{Value, models::Objective};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, sync::Arc};
@@ -126,32 +125,28 @@ impl MerakTrainer {
     ) -> Result<PredictionOutput> {
         let step = self.progress.global_step;
         self.within(StepPart::Evaluate, step, |trainer| {
-            trainer.pass_over(data, Some(kind))
+            let order = evaluation::all(&trainer.args, data.len())?;
+            trainer.pass_over(data, &order, Some(kind))
         })
     }
 
-    pub(super) fn prediction_kind(&self) -> PredictionKind {
+    /// What [`MerakTrainer::predict`] predicts of a sample.
+    pub fn prediction_kind(&self) -> PredictionKind {
         if self.args.return_logits {
             return PredictionKind::Logits;
         }
         PredictionKind::of(self.stages.plan.draft.model.objective())
     }
 
-    /// The second output of a microbatch's forward, on the host.
-    pub(super) fn predicted(&self, outputs: &[Value]) -> Result<Predicted> {
-        let value = outputs[1].clone();
+    /// What a forward gave beside the loss, on the host.
+    pub(super) fn predicted(&self, value: Value) -> Result<Predicted> {
         let ty = value.ty().clone();
         let buffer = self.stages.backend.into_buffer(value)?;
-        let values = floats_of(&*buffer).unwrap_or_else(|| Vec::new());
-        Ok(Predicted {
-            shape: ty.shape.to_vec(),
-            values,
-        })
+        let mut values = Vec::new();
+        buffer.read(&mut |bytes| values = floats(ty.dtype, bytes).into_owned());
+        // The backend reuses the memory.
+        drop(self.stages.backend.from_buffer(&ty, buffer)?);
+        let shape = ty.shape.to_vec();
+        Ok(Predicted { shape, values })
     }
-}
-
-/// The labels of a batch's samples.
-pub(super) fn labels_of(batch: &Batch) -> &[i64] {
-    let labels = batch.tensors.get(LABELS);
-    labels.map_or(&[], SampleTensor::ints)
 }
