@@ -12,7 +12,7 @@ use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
     Callback, MerakArguments, MerakTrainer, Plan, PlanInputs, StepReport, TrainOutput,
-    TrainerParts,
+    TrainerControl, TrainerParts,
     data::{Dataset, LABELS, Sample, SampleTensor},
     run_world, threads_per_rank,
 };
@@ -53,7 +53,7 @@ impl Dataset for Counting {
 struct Print;
 
 impl Callback for Print {
-    fn on_step(&mut self, report: &StepReport) {
+    fn on_step(&mut self, report: &StepReport, _: &mut TrainerControl) {
         if report.step == 1 || report.step.is_multiple_of(10) {
             let StepReport {
                 step,

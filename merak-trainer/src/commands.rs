@@ -6,6 +6,7 @@ pub(crate) mod doctor;
 pub(crate) mod evaluate;
 pub(crate) mod generate;
 pub(crate) mod launch;
+pub(crate) mod predict;
 pub(crate) mod schedule;
 mod session;
 pub(crate) mod trace;

@@ -37,14 +37,15 @@ use merak_ckpt::words::{brief, file, folded, row};
 use serde_json::Value;
 
 pub(crate) use self::checked::Host;
+pub(crate) use self::choice::one_of;
 pub(crate) use self::folders::RESOLVED;
 pub(crate) use self::nearest::nearest;
 use self::nearest::nearest_key;
 pub use self::{
     checked::CheckedArguments,
     choice::{
-        BackendChoice, BestMetric, ComputeUnits, CostSource, DataFormat, Device, EngineChoice,
-        PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
+        BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
+        RecomputeMode, ReportTo, TraceMethod,
     },
     help::{key_help, key_page},
     key::Key,
@@ -58,8 +59,8 @@ pub use self::{
     schedule::TrainSchedule,
     setting::InputPath,
     special::{
-        AdapterName, Boundaries, LrScales, Ratios, SeqLength, Temperature, ThreadsPerRank,
-        TokenizerSource,
+        AdapterName, Boundaries, LrScales, MetricName, Ratios, SeqLength, Temperature,
+        ThreadsPerRank, TokenizerSource,
     },
 };
 use self::{

@@ -36,6 +36,7 @@ mod dataset;
 mod evaluation;
 mod fingerprint;
 mod inputs;
+mod joined;
 mod loader;
 mod masked;
 mod order;
@@ -59,10 +60,14 @@ pub use self::{
     classes::{ClassDataset, LabelledText},
     corpus::Corpus,
     crates::CrateSources,
-    dataset::{Batch, Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor, Subset, collate},
+    dataset::{
+        Batch, Collator, Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor, Subset, collate,
+        collate_with,
+    },
     evaluation::EvaluationOrder,
     fingerprint::{DataFingerprint, TokenizerFingerprint},
     inputs::{ModelInput, ModelInputs},
+    joined::Joined,
     loader::{Loader, Requests},
     masked::{MaskedDataset, Masking},
     order::{BatchShape, DataPosition, Microbatch, TrainingOrder},
@@ -76,4 +81,7 @@ pub use self::{
     tokens::TokenDataset,
     translation::{PairDataset, PairShape},
 };
-pub(crate) use self::{dataset::has_labels, inputs::integer_limit};
+pub(crate) use self::{
+    dataset::has_labels,
+    inputs::{ATTENTION_MASK, integer_limit},
+};

@@ -100,6 +100,30 @@ pub enum Error {
         /// Under `fp16` the loss scale of the last of them, and the key that it comes from.
         loss_scale: Option<(f64, &'static str)>,
     },
+    /// A learning rate of the caller's own that no optimizer takes.
+    #[error(
+        "the learning rate after {updates} updates is {lr}, but must be a finite number of at least 0"
+    )]
+    LearningRate {
+        /// The learning rate.
+        lr: f64,
+        /// Updates done.
+        updates: u64,
+    },
+    /// A run that diverged, and that `divergence_guard` could not save.
+    #[error(
+        "step {step} diverged with a loss of {loss}: {cause}, and {reason}: lower \"learning_rate\", save more often (\"save_steps\"), or look at the data of this step"
+    )]
+    Diverged {
+        /// The step.
+        step: usize,
+        /// Its loss.
+        loss: f64,
+        /// What was wrong with it.
+        cause: String,
+        /// Why training did not go back.
+        reason: String,
+    },
     /// An evaluation whose result is not a number.
     #[error(
         "the evaluation loss is {loss}: the weights, or samples of the data, have numbers that are not finite or very large"

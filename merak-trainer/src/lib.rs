@@ -86,12 +86,12 @@ mod trainer;
 mod world;
 
 pub use config::{
-    AdapterName, AutopipeArguments, BackendChoice, BestMetric, Boundaries, CheckedArguments,
-    ComputeArguments, ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device,
-    DistributedArguments, EngineChoice, Given, InputPath, Key, LrScales, MerakArguments,
-    ModelArguments, Origin, PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength,
-    Temperature, ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule,
-    VARIABLES, key_help, key_page, keys,
+    AdapterName, AutopipeArguments, BackendChoice, Boundaries, CheckedArguments, ComputeArguments,
+    ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments,
+    EngineChoice, Given, InputPath, Key, LrScales, MerakArguments, MetricName, ModelArguments,
+    Origin, PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength, Temperature,
+    ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES,
+    key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{
@@ -100,13 +100,26 @@ pub use error::{
 pub use folder::{ADAPTER_CONFIG, RunFolder};
 pub use machine::{available_bytes, keep_to_one_heap};
 pub use memory::{MemoryNeed, MemoryShortage, Room, RunMemory, Workload};
-pub use plan::{Draft, FasterSchedule, Forward, Lora, Plan, PlanInputs, Prediction, StageTimes};
+pub use plan::{
+    CustomLoss, Draft, FasterSchedule, Forward, ForwardOutput, Lora, LossCount, LossFn, Plan,
+    PlanInputs, Prediction, StageTimes,
+};
 pub use stage::NamedTensors;
 pub use trainer::{
-    BestModel, Breakdown, Callback, Instruction, Lap, LoadedCheckpoint, MerakTrainer, RankTimes,
-    StepProfile, StepRecord, StepReport, TrainOutput, TrainerParts,
+    BestModel, Breakdown, Callback, ComputeMetrics, Divergence, EarlyStopping, EvaluationMetrics,
+    Instruction, Lap, LoadedCheckpoint, LrScheduler, MerakTrainer, PredictionKind,
+    PredictionOutput, RankTimes, Rollback, StepProfile, StepRecord, StepReport, TrainOutput,
+    TrainerControl, TrainerParts,
 };
-pub use world::{World, run_on, run_world, threads_per_rank};
+pub use world::{World, get_grid, get_topo, run_on, run_world, threads_per_rank};
+// The names of the other crates that a program with a trainer needs, and the crates for the rest.
+pub use merak_ckpt::{self, Completion, GenerateOptions};
+pub use merak_mpu::{self, Axis, Degrees, Group, Member, Mpu, Topology, init};
+pub use merak_partition::{self, PartitionReport};
+pub use merak_pipe;
+pub use merak_tp::{self, LayerLists, set_tp_layer_lists};
+pub use merak_trace;
+pub use merak_zero;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -6,7 +6,7 @@ use crate::{
     config::CheckedArguments,
     error::{Error, Result},
     machine::{free_addresses, memory_bytes, product_addresses},
-    plan::{Forward, Plan},
+    plan::{Forward, ForwardOutput, Plan},
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::input_bytes;
@@ -192,7 +192,7 @@ impl Plan {
                 }
                 Workload::Generation { positions } => {
                     let first = Forward {
-                        logits: true,
+                        output: ForwardOutput::Logits,
                         ..Forward::loss(1, FIRST_TOKENS)
                     };
                     // Without a cache, keys and values are computed again for each token.

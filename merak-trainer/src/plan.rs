@@ -3,11 +3,15 @@
 
 mod draft;
 mod groups;
+mod loss;
+mod outputs;
 
 pub(crate) use draft::SegmentedGraph;
 pub use draft::{Draft, PlanInputs};
 pub(crate) use groups::ParamGroups;
+pub use loss::{CustomLoss, LossCount, LossFn};
 pub use merak_partition::{FasterSchedule, Prediction, StageTimes};
+pub use outputs::ForwardOutput;
 
 use crate::{
     config::{CheckedArguments, PartitionMethod, RecomputeMode, TrainSchedule},
@@ -72,8 +76,8 @@ pub struct Forward {
     /// The length by which positions are scaled
     /// ([`Model::scaling_length`](merak_trace::models::Model::scaling_length)).
     pub context: usize,
-    /// Whether it ends in logits, else in a loss.
-    pub logits: bool,
+    /// What it ends in.
+    pub output: ForwardOutput,
 }
 
 impl Forward {
@@ -83,7 +87,7 @@ impl Forward {
             batch,
             seq,
             context: seq,
-            logits: false,
+            output: ForwardOutput::Loss,
         }
     }
 }
@@ -167,12 +171,12 @@ impl Plan {
         stages: impl IntoIterator<Item = usize>,
         forward: Forward,
     ) -> Result<Vec<StageProgram>> {
-        let head = if forward.logits {
-            Head::Logits
-        } else {
+        let head = if forward.output.has_loss() {
             Head::Loss {
                 label_smoothing: 0.0,
             }
+        } else {
+            Head::Logits
         };
         let options = TraceOptions {
             batch: forward.batch,
@@ -184,7 +188,8 @@ impl Plan {
         let traced = draft.model.trace(&options)?;
         let (family, lora) = (draft.info.family, draft.lora.clone());
         let (adapted, _) = with_adapter(traced, lora, family, draft.kept)?;
-        let graph = rewrite(&adapted, &draft.lists, draft.degrees.tp)?.graph;
+        let mut graph = rewrite(&adapted, &draft.lists, draft.degrees.tp)?.graph;
+        forward.output.add_to(&mut graph)?;
         // The same nodes in the same order, except for the loss at the end.
         let last = self.cuts.num_stages() - 1;
         let mut bounds: Vec<_> = (0..=last)

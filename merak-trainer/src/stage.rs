@@ -15,7 +15,7 @@ pub(crate) use self::{
     gradients::grad_store,
     params::{ParamMemory, StageParams, floats},
 };
-pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
+pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count};
 
 use crate::{
     config::{BackendChoice, CheckedArguments, Device},

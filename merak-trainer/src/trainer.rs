@@ -2,10 +2,14 @@
 
 mod base;
 mod best;
+mod callback;
 mod checkpoint;
 mod course;
+mod divergence;
+mod early_stopping;
 mod evaluation;
 mod generation;
+mod prediction;
 mod progress;
 mod resume;
 mod saving;
@@ -14,90 +18,47 @@ mod step;
 mod times;
 
 use self::{
+    callback::Stop,
     course::{Course, batch_shape},
+    divergence::DivergenceGuard,
     progress::{Records, RunProgress},
     saving::Saving,
 };
 pub use best::BestModel;
+pub use callback::{Callback, TrainerControl};
 pub use checkpoint::LoadedCheckpoint;
+pub use divergence::{Divergence, Rollback};
+pub use early_stopping::EarlyStopping;
 pub use evaluation::EvaluationMetrics;
+pub use prediction::{ComputeMetrics, PredictionKind, PredictionOutput};
 pub use progress::{Instruction, Lap, StepRecord};
 pub use step::StepReport;
 pub use times::{Breakdown, RankTimes, StepProfile};
 
 use crate::{
     config::{CheckedArguments, Device},
-    data::{DataFingerprint, Dataset, Loader},
+    data::{Collator, DataFingerprint, Dataset, Loader},
     error::{Error, PlanError, Result, StepPart},
-    folder::RunFolder,
     memory::MemoryNeed,
     plan::Plan,
     stage::RankStages,
     world::threads_per_rank,
 };
-use merak_mpu::{Group, Mpu, ReduceOp};
+use merak_mpu::{Group, Mpu};
+use merak_partition::PartitionReport;
 use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
 use merak_trace::{Units, backend::candle::Products};
 use std::{
     collections::BTreeMap,
     fmt,
-    path::Path,
-    sync::{
-        Arc,
-        atomic::{AtomicI64, Ordering},
-    },
+    sync::{Arc, atomic::AtomicI64},
     time::{Duration, Instant},
 };
 
-/// Observes a run on the rank that holds it. Every method is optional.
-pub trait Callback: Send {
-    /// An optimizer step ended.
-    fn on_step(&mut self, report: &StepReport) {
-        let _ = report;
-    }
-
-    /// `done` of the `total` iterations of an evaluation are done: 0 at its start, `total` at its
-    /// end.
-    fn on_evaluation_step(&mut self, done: usize, total: usize) {
-        let _ = (done, total);
-    }
-
-    /// An evaluation ended.
-    fn on_evaluate(&mut self, metrics: &EvaluationMetrics) {
-        let _ = metrics;
-    }
-
-    /// A checkpoint of this step begins to be written.
-    fn on_save_start(&mut self, step: usize) {
-        let _ = step;
-    }
-
-    /// The times of each rank's instructions, with `wall_clock_breakdown` after each logged step,
-    /// on the first rank.
-    fn on_breakdown(&mut self, breakdown: &Breakdown) {
-        let _ = breakdown;
-    }
-
-    /// What the ranks ran in the steps of `profile_start_step`, on the first rank.
-    fn on_profile(&mut self, profile: &StepProfile) {
-        let _ = profile;
-    }
-
-    /// A checkpoint was written.
-    fn on_save(&mut self, path: &Path) {
-        let _ = path;
-    }
-}
-
-impl Callback for Arc<RunFolder> {
-    fn on_step(&mut self, _: &StepReport) {
-        self.renew();
-    }
-
-    fn on_save(&mut self, _: &Path) {
-        self.drop_replaced();
-    }
-}
+/// A learning rate of the caller's own: after a number of updates, skipped steps aside, in a run of
+/// so many steps. It must be the same function on every rank, and of nothing else, so that a resumed
+/// run goes on alike.
+pub type LrScheduler = Arc<dyn Fn(u64, usize) -> f64 + Send + Sync>;
 
 /// What a trainer is made of besides the plan and the arguments.
 #[derive(Default)]
@@ -114,6 +75,13 @@ pub struct TrainerParts {
     pub stop: Arc<AtomicI64>,
     /// Compute threads of this rank; 0 takes those that the arguments give to each rank.
     pub num_threads: usize,
+    /// Makes microbatches of samples; unset: stacks them by name.
+    pub data_collator: Option<Collator>,
+    /// The learning rate, in place of `lr_scheduler_type`.
+    pub lr_scheduler: Option<LrScheduler>,
+    /// Metrics of evaluations besides the built-in ones, computed on rank 0 from the predictions of
+    /// all samples: class probabilities or token losses, with `return_logits` logits.
+    pub compute_metrics: Option<ComputeMetrics>,
     /// Observers of the run.
     pub callbacks: Vec<Box<dyn Callback>>,
     /// Start of timelines, so that those of several ranks have one axis; if unset, the start of
@@ -140,17 +108,28 @@ pub struct TrainOutput {
     pub training_loss: f64,
     /// Steps of this call that were skipped because a gradient was not finite.
     pub skipped_steps: u64,
+    /// Returns to earlier checkpoints in this call, with `divergence_guard`; the steps that they
+    /// undid count no more.
+    pub rollbacks: usize,
     /// Passes over the data, the last one as a fraction.
     pub epoch: f64,
-    /// How long training took.
+    /// How long training took, evaluations and saves included.
     pub train_runtime: Duration,
     /// Tokens that were trained on.
     pub tokens: u64,
+    /// Samples per second of this time.
+    pub train_samples_per_second: f64,
+    /// Steps per second of this time.
+    pub train_steps_per_second: f64,
+    /// Tokens per second of this time.
+    pub train_tokens_per_second: f64,
     /// The signal that ended training early.
     pub stopped_by: Option<i64>,
     /// The lowest rank that got this signal.
     pub stopped_on: Option<usize>,
-    /// The evaluation of the last step, with `do_eval` and if that step was reached.
+    /// Whether a callback or `early_stopping_patience` ended training before its last step.
+    pub stopped_early: bool,
+    /// The evaluation of the last step that was made, if it was evaluated.
     pub evaluation: Option<EvaluationMetrics>,
     /// The checkpoint whose weights the trainer now has, with `load_best_model_at_end`; the
     /// optimizer's state stays that of the last step.
@@ -172,6 +151,14 @@ pub struct MerakTrainer {
     programs: generation::Programs,
     resumed_from: Option<LoadedCheckpoint>,
     best: Option<BestModel>,
+    /// With `early_stopping_patience`, the same on every rank.
+    early_stopping: Option<EarlyStopping>,
+    /// With `divergence_guard`.
+    divergence: Option<DivergenceGuard>,
+    /// Returns to earlier checkpoints.
+    rollbacks: usize,
+    /// What callbacks of this rank have asked for since the ranks last agreed.
+    control: TrainerControl,
     /// The base's values of parameters into which an adapter is merged, by parameter.
     base_values: BTreeMap<usize, Vec<u8>>,
 }
@@ -205,6 +192,9 @@ impl MerakTrainer {
         if parts.num_threads == 0 {
             parts.num_threads = threads_per_rank(args);
         }
+        if parts.compute_metrics.is_none() {
+            Self::check_metric(&plan, args)?;
+        }
         let mpu = Arc::new(tie(mpu, &plan)?);
         let (engine, link) = pipeline(&plan, &mpu, args, parts.epoch)?;
         let progress = RunProgress::new(Course::new(args, &parts)?);
@@ -222,6 +212,10 @@ impl MerakTrainer {
             programs: generation::Programs::default(),
             resumed_from: None,
             best: None,
+            early_stopping: EarlyStopping::of(args),
+            divergence: DivergenceGuard::of(args),
+            rollbacks: 0,
+            control: TrainerControl::default(),
             base_values: BTreeMap::new(),
         };
         trainer.start()?;
@@ -274,6 +268,20 @@ impl MerakTrainer {
         Ok(course.total_steps)
     }
 
+    /// Checks that evaluations give the metric that the arguments judge models by, without metrics
+    /// of the caller's own. Needs no ranks.
+    ///
+    /// # Errors
+    /// [`ConfigError::UnknownMetric`](crate::ConfigError::UnknownMetric).
+    pub fn check_metric(plan: &Plan, args: &CheckedArguments) -> Result<()> {
+        let known = evaluation::built_in(plan);
+        let name = &args.metric_for_best_model;
+        if known.contains(&name.0.as_str()) {
+            return Ok(());
+        }
+        Err(name.unknown(&known))
+    }
+
     /// The checkpoint that a run with these arguments and parts would go on from, checked to the
     /// last byte; `None` for a fresh start.
     ///
@@ -291,6 +299,14 @@ impl MerakTrainer {
     /// This rank's place in the run.
     pub fn mpu(&self) -> &Mpu {
         &self.stages.mpu
+    }
+
+    /// What each stage holds, runs and exchanges.
+    ///
+    /// # Errors
+    /// As [`Plan::partition_report`].
+    pub fn partition_report(&self) -> Result<PartitionReport> {
+        self.stages.plan.partition_report()
     }
 
     /// The plan.
@@ -419,66 +435,106 @@ impl MerakTrainer {
         let start = Instant::now();
         let first_step = self.progress.global_step;
         self.progress.first_step = first_step;
+        let rollbacks_before = self.rollbacks;
         let skipped_before = self.stages.optimizer.progress().skipped;
         let mut tally = Tally::default();
-        let (mut evaluation, mut stop) = (None, None);
+        let mut evaluation = None;
+        self.control = TrainerControl::default();
+        let is_over = self.early_stopping.as_ref().map(EarlyStopping::is_over);
+        let mut stop = is_over.unwrap_or_default().then_some(Stop::Asked);
         while stop.is_none() && !self.progress.is_done() {
             let report = self.train_step()?;
             tally.add(&report);
-            evaluation = self.end_step(report, tally.updates)?;
-            let agreed = self.agreed_stop();
-            stop = self.placed(StepPart::Train, self.progress.global_step, agreed)?;
+            (evaluation, stop) = self.end_step(report, tally.updates)?;
             let told = self.report_times(stop.is_some() || self.progress.is_done());
             self.placed(StepPart::Train, self.progress.global_step, told)?;
         }
+        let signal = match stop {
+            Some(Stop::Signal { signal, rank }) => Some((signal, rank)),
+            _ => None,
+        };
         // A run without steps left does not replace the checkpoint that it came from.
         self.end_saving(self.progress.global_step > first_step)?;
-        let best = if self.args.load_best_model_at_end && stop.is_none() {
+        let best = if self.args.load_best_model_at_end && signal.is_none() {
             self.load_best()?
         } else {
             None
         };
+        let train_runtime = start.elapsed();
+        let per_second = |count: f64| count / train_runtime.as_secs_f64().max(f64::MIN_POSITIVE);
+        let steps = self.progress.global_step - first_step;
+        // A return to an earlier checkpoint takes back what was counted since.
+        let skipped = self.stages.optimizer.progress().skipped;
         Ok(TrainOutput {
             global_step: self.progress.global_step,
-            steps: self.progress.global_step - first_step,
+            steps,
             training_loss: tally.mean_loss(),
-            skipped_steps: self.stages.optimizer.progress().skipped - skipped_before,
+            skipped_steps: skipped.saturating_sub(skipped_before),
+            rollbacks: self.rollbacks - rollbacks_before,
             epoch: self.progress.epochs(),
-            train_runtime: start.elapsed(),
+            train_runtime,
             tokens: tally.tokens,
-            stopped_by: stop.map(|(signal, _)| signal),
-            stopped_on: stop.map(|(_, rank)| rank),
-            evaluation: evaluation.filter(|_| self.progress.is_done()),
+            train_samples_per_second: per_second((steps * self.args.global_batch()) as f64),
+            train_steps_per_second: per_second(steps as f64),
+            train_tokens_per_second: per_second(tally.tokens as f64),
+            stopped_by: signal.map(|(signal, _)| signal),
+            stopped_on: signal.map(|(_, rank)| rank),
+            stopped_early: stop == Some(Stop::Asked),
+            evaluation,
             best,
         })
     }
 
-    /// What follows a step: its report, the end of a save under way, its evaluation and checkpoint.
-    /// `updates` counts the steps that were not skipped.
-    fn end_step(&mut self, report: StepReport, updates: u32) -> Result<Option<EvaluationMetrics>> {
+    /// What follows a step: its report, the end of a save under way, its evaluation and checkpoint,
+    /// and whether training ends. `updates` counts the steps that were not skipped.
+    ///
+    /// # Communication
+    /// An all-reduce of 40 bytes over the world, and another one after an evaluation and after a
+    /// save, during which a signal may have come or callbacks may have asked for more.
+    fn end_step(
+        &mut self,
+        report: StepReport,
+        updates: u32,
+    ) -> Result<(Option<EvaluationMetrics>, Option<Stop>)> {
         let done = self.progress.global_step;
         self.within(StepPart::Train, done, |trainer| {
-            for callback in &mut trainer.parts.callbacks {
-                callback.on_step(&report);
-            }
+            trainer.tell(|callback, control| callback.on_step(&report, control));
             Ok(())
         })?;
-        self.check_skipped(report, updates)?;
+        let limit = self.check_skipped(&report, updates);
+        if self.guard(&report, limit)? {
+            let stop = self.within(StepPart::Train, done, Self::agree)?;
+            return Ok((None, stop));
+        }
         self.within(StepPart::Save, done, |trainer| {
             trainer.finish_save_if_written().map(drop)
         })?;
-        self.after_step()
+        let mut stop = self.within(StepPart::Train, done, |trainer| {
+            let stop = trainer.agree()?;
+            if std::mem::take(&mut trainer.control.should_log) {
+                trainer.tell(|callback, _| callback.on_log(&report));
+            }
+            Ok(stop)
+        })?;
+        let evaluation = self.evaluate_if_due()?;
+        if evaluation.is_some() {
+            stop = self.within(StepPart::Train, done, Self::agree)?;
+        }
+        if self.save_if_due(evaluation.as_ref())? {
+            stop = self.within(StepPart::Train, done, Self::agree)?;
+        }
+        Ok((evaluation, stop))
     }
 
     /// Ends a run that skips too many steps: as many in a row as the arguments allow where the loss
     /// scale cannot fall, or all of them. `updates` counts the steps that were not skipped.
-    fn check_skipped(&mut self, report: StepReport, updates: u32) -> Result<()> {
+    fn check_skipped(&mut self, report: &StepReport, updates: u32) -> Result<()> {
         let (progress, limit) = (
             self.stages.optimizer.progress(),
             self.args.max_skipped_steps,
         );
         let is_over = self.progress.is_done() && updates == 0;
-        match report.skipped {
+        match &report.skipped {
             Some(param) if is_over || progress.skipped_at_floor >= limit as u64 => {
                 // The checkpoint that is being written is of an earlier step.
                 self.finish_save()?;
@@ -486,7 +542,7 @@ impl MerakTrainer {
                 Err(Error::SkippedSteps {
                     steps: progress.skipped_in_a_row,
                     step: report.step,
-                    param,
+                    param: param.clone(),
                     limit,
                     loss_scale: report.loss_scale.map(|scale| (scale, key)),
                 })
@@ -495,47 +551,43 @@ impl MerakTrainer {
         }
     }
 
-    /// Evaluates and saves where a step is due for it. `best` names the saved step with the best
-    /// evaluation. Where the best model is loaded in the end, a step with a new best evaluation is
-    /// saved too.
-    fn after_step(&mut self) -> Result<Option<EvaluationMetrics>> {
-        let done = self.progress.global_step;
-        let ends_epoch = self.progress.ends_epoch();
-        let is_last = self.progress.is_done();
-        let evaluates = match self.args.eval_steps {
-            Some(steps) => done.is_multiple_of(steps),
-            None => ends_epoch,
+    /// Evaluates where a step is due for it or a callback asks for it.
+    fn evaluate_if_due(&mut self) -> Result<Option<EvaluationMetrics>> {
+        let is_asked = std::mem::take(&mut self.control.should_evaluate);
+        let is_due = match self.args.eval_steps {
+            Some(steps) => self.progress.global_step.is_multiple_of(steps),
+            None => self.progress.ends_epoch(),
         };
-        let evaluates =
-            self.args.do_eval && self.parts.eval_data.is_some() && (evaluates || is_last);
-        let evaluation = evaluates.then(|| self.evaluate()).transpose()?;
-        let best = evaluation.as_ref().and_then(|metrics| self.judge(metrics));
+        let is_due = self.args.do_eval && (is_due || self.progress.is_done());
+        if self.parts.eval_data.is_none() || !(is_due || is_asked) {
+            return Ok(None);
+        }
+        let metrics = self.evaluate()?;
+        if let Some(stopping) = &mut self.early_stopping {
+            stopping.on_evaluate(&metrics, &mut self.control);
+        }
+        Ok(Some(metrics))
+    }
+
+    /// Saves where a step is due for it or a callback asks for it; returns whether it did. `best`
+    /// names the saved step with the best evaluation. Where the best model is loaded in the end, a
+    /// step with a new best evaluation is saved too.
+    fn save_if_due(&mut self, evaluation: Option<&EvaluationMetrics>) -> Result<bool> {
+        let is_asked = std::mem::take(&mut self.control.should_save);
+        let best = evaluation.map(|metrics| self.judge(metrics)).transpose()?;
+        let best = best.flatten();
         let saves_best = best.is_some() && self.args.load_best_model_at_end;
-        let must_save = self.args.saves() && (is_last || saves_best);
-        if must_save || self.args.saves_after(done, ends_epoch) {
+        let done = self.progress.global_step;
+        let is_due = self.args.saves_after(done, self.progress.ends_epoch());
+        let must_save = self.progress.is_done() || saves_best || is_asked;
+        let saves = is_due || (self.args.saves() && must_save);
+        if saves {
             // A save under way records the best of its own step, so it ends first.
             self.finish_save()?;
             self.best = best.or(self.best);
             self.save_during_training()?;
         }
-        Ok(evaluation)
-    }
-
-    /// The signal that asks to stop, if any rank has seen one, and the lowest rank that has.
-    ///
-    /// # Communication
-    /// An all-reduce of 8 bytes over the world.
-    fn agreed_stop(&self) -> Result<Option<(i64, usize)>> {
-        let world = self.stages.mpu.world_group();
-        let seen = self.parts.stop.load(Ordering::Relaxed);
-        // One number for both: the larger signal first, then the lower rank.
-        let number = |ranks| i64::try_from(ranks).expect("a world has fewer ranks");
-        let size = number(world.world_size());
-        let place = size - 1 - number(world.rank());
-        let own = if seen == 0 { 0 } else { seen * size + place };
-        let agreed = world.all_reduce_scalar(own, ReduceOp::Max)?;
-        let rank = (size - 1 - agreed.rem_euclid(size)) as usize;
-        Ok((agreed != 0).then_some((agreed.div_euclid(size), rank)))
+        Ok(saves)
     }
 }
 

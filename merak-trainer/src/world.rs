@@ -6,8 +6,10 @@ use crate::{
     machine::num_cores,
 };
 use merak_ckpt::Checksum;
-use merak_mpu::{Group, Member, Rank, RunError, Sides, in_words, run_members, threads};
-use std::{fmt, time::Duration};
+use merak_mpu::{
+    Axis, Group, Member, Mpu, Rank, RunError, Sides, Topology, in_words, run_members, threads,
+};
+use std::{collections::BTreeMap, fmt, time::Duration};
 
 /// Upper bound on ranks as threads of one process: beyond it a system runs out of threads, and no
 /// machine has the cores.
@@ -371,6 +373,19 @@ impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&chain(&self.0))
     }
+}
+
+/// The layout of all ranks.
+pub fn get_topo(mpu: &Mpu) -> &Topology {
+    mpu.topology()
+}
+
+/// This rank's groups along one axis of the layout, by the axis.
+pub fn get_grid(mpu: &Mpu) -> BTreeMap<Axis, &Group> {
+    let axes = [Axis::Pipeline, Axis::Data, Axis::Sequence, Axis::Tensor];
+    axes.into_iter()
+        .map(|axis| (axis, mpu.axis_group(axis)))
+        .collect()
 }
 
 #[cfg(test)]

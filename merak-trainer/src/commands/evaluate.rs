@@ -73,10 +73,14 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
 /// The measurements, with the perplexity of a language model, and the loss of a bigram model beside
 /// that of a model of the next token.
 fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Value {
-    let speed = metrics.eval_samples as f64 / metrics.eval_runtime.max(f64::MIN_POSITIVE);
     let mut document = json!({ "eval_loss": metrics.eval_loss });
     if prepared.is_language_model() {
         document["perplexity"] = metrics.eval_loss.exp().into();
+    }
+    // The perplexity stands there already, without its prefix.
+    let others = metrics.metrics.iter();
+    for (name, value) in others.filter(|(name, _)| *name != "eval_perplexity") {
+        document[name] = (*value).into();
     }
     if let Some(corpus) = &prepared.corpus {
         let vocab = corpus.tokenizer.vocab_size();
@@ -85,7 +89,7 @@ fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Value {
     let rest = json!({
         "eval_samples": metrics.eval_samples,
         "eval_runtime": metrics.eval_runtime,
-        "eval_samples_per_second": speed,
+        "eval_samples_per_second": metrics.eval_samples_per_second,
     });
     let rest = rest.as_object().into_iter().flatten();
     for (name, value) in rest {

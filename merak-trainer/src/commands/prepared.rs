@@ -15,7 +15,7 @@ use merak_trainer::{
     CheckedArguments, Config, ConfigError, CostCache, CostModel, DataFormat, Error, FasterSchedule,
     FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, Room, RunFolder,
     SeqLength, TrainSchedule, TrainerParts, Workload, World,
-    data::{Corpus, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer},
+    data::{Corpus, DataFingerprint, Dataset, Datasets, Joined, ModelInputs, Source, Tokenizer},
     keys,
     metrics::{Page, Peak},
     threads_per_rank,
@@ -52,6 +52,31 @@ pub(crate) struct Prepared {
     model_files: Vec<(String, Vec<u8>)>,
 }
 
+/// What a run is prepared for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Train,
+    /// Forwards of the validation part.
+    Evaluate,
+    /// Forwards of all the data.
+    Predict,
+}
+
+/// All samples in the order of the data, as the validation part.
+fn joined(datasets: Datasets) -> Datasets {
+    let Datasets {
+        train,
+        validation,
+        held_bytes,
+    } = datasets;
+    let parts = train.into_iter().chain(validation);
+    Datasets {
+        train: None,
+        validation: Some(Arc::new(Joined::new(parts))),
+        held_bytes,
+    }
+}
+
 impl Prepared {
     /// Prepares a training, with validation where the data have a part for it.
     ///
@@ -59,7 +84,7 @@ impl Prepared {
     /// Between processes, what agrees on failures, and shares the measured costs.
     pub(crate) fn to_train(config: &Config, dry_run: bool, world: &World) -> Result<Self> {
         let prepare = || {
-            let prepared = Self::new(config, true, world)?;
+            let prepared = Self::new(config, Purpose::Train, world)?;
             // Checked before costs are measured, which takes a while. A dry run reports another run
             // below its plan.
             if world.has_first() {
@@ -158,11 +183,28 @@ impl Prepared {
     /// # Communication
     /// Between processes, what agrees on failures.
     pub(crate) fn to_evaluate(config: &Config, world: &World) -> Result<Self> {
-        let prepared = Self::new(config, false, world).map_err(|error| config.locate(error));
-        prepared_alike(prepared, config, world)
+        let prepared = Self::new(config, Purpose::Evaluate, world);
+        prepared_alike(
+            prepared.map_err(|error| config.locate(error)),
+            config,
+            world,
+        )
     }
 
-    fn new(config: &Config, trains: bool, world: &World) -> Result<Self> {
+    /// Prepares a forward of all the data, which then count as the validation part.
+    ///
+    /// # Communication
+    /// As [`Prepared::to_evaluate`].
+    pub(crate) fn to_predict(config: &Config, world: &World) -> Result<Self> {
+        let prepared = Self::new(config, Purpose::Predict, world);
+        prepared_alike(
+            prepared.map_err(|error| config.locate(error)),
+            config,
+            world,
+        )
+    }
+
+    fn new(config: &Config, purpose: Purpose, world: &World) -> Result<Self> {
         let checked = config.check()?;
         let mut model = Loaded::of(&checked)?;
         let args = model.complete(checked)?;
@@ -177,14 +219,23 @@ impl Prepared {
         let inputs = ModelInputs::of(&*model.model, lengths)?;
         let (tokenizer, description) = (source.tokenizer.clone(), source.description.clone());
         let tokens = model.data_tokens(&args);
-        let (datasets, corpus) = source.datasets(&inputs, &args, &tokens, trains)?;
+        let all = purpose != Purpose::Evaluate;
+        let (datasets, corpus) = source.datasets(&inputs, &args, &tokens, all)?;
+        let datasets = match purpose {
+            Purpose::Predict => joined(datasets),
+            Purpose::Train | Purpose::Evaluate => datasets,
+        };
         let total_steps = check_data(&args, &inputs, &datasets)?;
         let used = datasets.train.as_ref().or(datasets.validation.as_ref());
         let samples = used.map_or(0, |data| data.len());
         let fingerprint = DataFingerprint::of(&args.data, &crates, tokenizer.as_ref(), samples)?;
         let inputs = PlanInputs::read(Arc::clone(&model.model), &args)?;
         let plan = Plan::new(&inputs, &args)?;
-        let plan = Arc::new(if trains { plan } else { plan.frozen() });
+        MerakTrainer::check_metric(&plan, &args)?;
+        let plan = Arc::new(match purpose {
+            Purpose::Train => plan,
+            Purpose::Evaluate | Purpose::Predict => plan.frozen(),
+        });
         // The configuration in use, overrides included, so that a checkpoint alone makes the model
         // again.
         let model_json = format!("{:#}\n", model.json).into_bytes();

@@ -34,6 +34,9 @@ const SAMPLE_TOKENS: usize = 120;
 /// Folder, within a run's, of the logs of the ranks in processes of their own.
 const LOGS: &str = "logs";
 
+/// File, within a run's folder, with predictions of the validation part.
+const PREDICTIONS: &str = "predictions.jsonl";
+
 /// Message of a run that leaves no model, at its start and its end.
 const KEEPS_NOTHING: &str =
     "saved     nothing: \"save\" is false, so that the run leaves its metrics and no model\n";
@@ -200,7 +203,7 @@ impl std::ops::Deref for Run<'_> {
 /// Adds what was trained.
 fn tell_steps(output: &TrainOutput, text: &mut String) {
     let seconds = output.train_runtime.as_secs_f64();
-    let speed = output.tokens as f64 / seconds.max(f64::MIN_POSITIVE);
+    let speed = output.train_tokens_per_second;
     let steps = match (output.steps, output.global_step) {
         (steps, all) if steps == all => format!("{all} steps"),
         (steps, all) => format!("{steps} steps up to step {all}"),
@@ -210,6 +213,12 @@ fn tell_steps(output: &TrainOutput, text: &mut String) {
         "\ntrained   {steps} ({:.2} epochs) in {seconds:.1} s, {speed:.0} tokens/s, mean loss {:.4}",
         output.epoch, output.training_loss
     );
+    if output.stopped_early {
+        let _ = writeln!(
+            text,
+            "stopped   early, as \"early_stopping_patience\" or a callback asks"
+        );
+    }
     if output.skipped_steps > 0 {
         let _ = writeln!(
             text,
@@ -323,6 +332,9 @@ impl Run<'_> {
         } else {
             None
         };
+        if runs_on {
+            self.predict(&mut trainer)?;
+        }
         let peak_activation_bytes = trainer.peak_activation_bytes();
         let ran = Ran {
             timeline: trainer.gather_timeline()?,
@@ -342,6 +354,21 @@ impl Run<'_> {
             ran: ran.timeline,
             mfu,
         })))
+    }
+
+    /// Writes predictions of the validation part, with `do_predict`.
+    fn predict(&self, trainer: &mut MerakTrainer) -> Result<()> {
+        let data = self.parts().eval_data.filter(|_| self.args.do_predict);
+        let Some(data) = data else {
+            return Ok(());
+        };
+        let kind = trainer.prediction_kind();
+        let output = trainer.predict(&*data)?;
+        if trainer.mpu().is_rank_0() {
+            let path = self.args.run_folder()?.join(PREDICTIONS);
+            super::predict::write(&path, &output, kind)?;
+        }
+        Ok(())
     }
 
     /// The messages of a dry run below the plan. A plan for a larger machine, or for a folder with

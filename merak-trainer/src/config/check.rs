@@ -63,6 +63,9 @@ pub(crate) fn check(
     check_schedule(arguments, &checker)?;
     check_recompute(arguments, &checker)?;
     check_intervals(arguments, &checker)?;
+    check_early_stopping(arguments, &checker)?;
+    check_prediction(arguments, &checker)?;
+    check_divergence(arguments, &checker)?;
     check_generation(arguments, &checker)?;
     check_engine(arguments, &checker)?;
     check_compute(arguments, &checker)?;
@@ -150,6 +153,25 @@ fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "do_eval",
         a.do_eval,
         "false while \"data.validation_fraction\" is 0, which leaves nothing to evaluate",
+    )
+}
+
+fn check_divergence(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let is_whole = a.saves() && !a.no_save_optim && !a.no_save_rng;
+    checker.require(
+        !a.divergence_guard || is_whole,
+        "divergence_guard",
+        a.divergence_guard,
+        "false unless \"save\" is true, \"no_save_optim\" and \"no_save_rng\" are false: a run goes back to its checkpoints",
+    )
+}
+
+fn check_prediction(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    checker.require(
+        !(a.do_predict && a.do_train) || a.data.validation_fraction > 0.0,
+        "do_predict",
+        a.do_predict,
+        "false while \"data.validation_fraction\" is 0, which leaves nothing to predict",
     )
 }
 
@@ -475,6 +497,19 @@ fn check_intervals(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "logging_dir",
         folder,
         "unset unless \"report_to\" is \"tensorboard\"",
+    )
+}
+
+fn check_early_stopping(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    if let Some(patience) = a.early_stopping_patience {
+        let expected = "unset unless \"do_eval\" is true: it counts evaluations during training";
+        checker.require(a.do_eval, "early_stopping_patience", patience, expected)?;
+    }
+    checker.require(
+        a.early_stopping_threshold <= 0.0 || a.early_stopping_patience.is_some(),
+        "early_stopping_threshold",
+        Number(a.early_stopping_threshold),
+        "0 unless \"early_stopping_patience\" is set",
     )
 }
 

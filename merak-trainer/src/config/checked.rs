@@ -51,6 +51,16 @@ impl CheckedArguments {
         }
     }
 
+    /// The same arguments for a run that goes on from its own checkpoint, with all that it holds.
+    pub(crate) fn resuming(&self) -> Self {
+        let mut own = self.clone();
+        own.arguments.finetune = false;
+        own.arguments.no_load_rng = false;
+        own.arguments.no_load_optim = false;
+        own.arguments.ignore_data_skip = false;
+        own
+    }
+
     /// The arguments as they were given.
     pub fn into_arguments(self) -> MerakArguments {
         self.arguments

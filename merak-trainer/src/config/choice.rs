@@ -122,15 +122,6 @@ choices! {
 }
 
 choices! {
-    /// What an evaluation is judged by.
-    BestMetric {
-        /// The loss on the evaluation data.
-        EvalLoss = "eval_loss",
-    }
-    later []
-}
-
-choices! {
     /// Where metrics go besides `metrics.jsonl`.
     ReportTo {
         /// Nowhere.

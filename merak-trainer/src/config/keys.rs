@@ -10,15 +10,15 @@ use merak_zero::{
 
 use super::{
     choice::{
-        BackendChoice, BestMetric, ComputeUnits, CostSource, DataFormat, Device, EngineChoice,
-        PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
+        BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
+        RecomputeMode, ReportTo, TraceMethod,
     },
     key::{Key, settings},
     schedule::TrainSchedule,
     setting::InputPath,
     special::{
-        AdapterName, Boundaries, LrScales, Ratios, SeqLength, Temperature, ThreadsPerRank,
-        TokenizerSource,
+        AdapterName, Boundaries, LrScales, MetricName, Ratios, SeqLength, Temperature,
+        ThreadsPerRank, TokenizerSource,
     },
 };
 
@@ -40,6 +40,9 @@ const MAX_PROFILED: i64 = 1000;
 
 /// Upper bound on a factor of gradients: they are scaled by its inverse too, in `f32`.
 const MAX_PREDIVIDE: i64 = 1_000_000_000;
+
+/// Upper bound on the losses that a checkpoint keeps for the guard against divergence.
+const MAX_WINDOW: i64 = 10_000;
 
 /// Upper bound on the power of the first loss scale: `f32` holds the scale and its inverse.
 const MAX_SCALE_POWER: i64 = 100;
@@ -157,10 +160,15 @@ settings! {
         /// Whether training ends with the weights of the step whose evaluation was best; such steps
         /// are saved too.
         load_best_model_at_end: bool = false,
-        /// What an evaluation is judged by.
-        metric_for_best_model: BestMetric = BestMetric::EvalLoss,
-        /// Whether more of that is better; unset: not of a loss.
+        /// What an evaluation is judged by: `eval_loss`, or another metric that it gives.
+        metric_for_best_model: MetricName = MetricName("eval_loss".to_owned()),
+        /// Whether more of that is better; unset: not of a loss or a perplexity.
         greater_is_better: Option<bool> = None,
+        /// Evaluations in a row after which training ends if `metric_for_best_model` did not
+        /// improve; unset: none.
+        early_stopping_patience: Option<usize> [at_least 1] = None,
+        /// What an improvement exceeds, for `early_stopping_patience`.
+        early_stopping_threshold: f64 [at_least 0] = 0.0,
         /// Whether only weights are loaded, and training starts at step 0.
         finetune: bool = false,
         /// Whether checkpoints leave random state out.
@@ -183,6 +191,12 @@ settings! {
         do_train: bool = false,
         /// Whether to evaluate, during training too.
         do_eval: bool = false,
+        /// Whether `merak train` writes predictions of the validation part in the end, into
+        /// `predictions.jsonl`; the command `predict` implies it.
+        do_predict: bool = false,
+        /// Whether predictions, and what metrics of one's own are computed from, are logits, not
+        /// probabilities of classes or losses of tokens.
+        return_logits: bool = false,
         /// Steps between evaluations; unset: at each epoch's end.
         eval_steps: Option<usize> [at_least 1] = None,
         /// Evaluation iterations, each of `gradient_accumulation_steps` microbatches per replica;
@@ -257,6 +271,15 @@ settings! {
         /// Steps in a row without finite gradients after which a run ends; each of them changes
         /// nothing. Under `fp16` those count in which the loss scale cannot fall.
         max_skipped_steps: usize [at_least 1] = 50,
+        /// Whether a run goes back to its last checkpoint, and on behind the data that led there,
+        /// where a step's loss is not finite or a spike, or `max_skipped_steps` is reached.
+        divergence_guard: bool = false,
+        /// Steps whose losses a loss is compared with; until there are as many, none is a spike.
+        divergence_window: usize [at_least 1, at_most MAX_WINDOW] = 50,
+        /// A loss is a spike if it is more than this times the median of that window.
+        divergence_factor: f64 [more_than 1] = 3.0,
+        /// Returns to the same checkpoint after which the next one ends the run.
+        divergence_max_rollbacks: usize [at_least 1] = 3,
         /// Shape of the learning rate over the run.
         lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
         /// Parameters of that shape; one that it does not take is refused.
@@ -435,6 +458,12 @@ impl MerakArguments {
     pub fn saves(&self) -> bool {
         self.save
             .unwrap_or_else(|| self.output_dir.is_some() || self.lora_config.is_some())
+    }
+
+    /// Whether more of `metric_for_best_model` is better.
+    pub fn greater_is_better(&self) -> bool {
+        self.greater_is_better
+            .unwrap_or_else(|| self.metric_for_best_model.greater_is_better())
     }
 
     /// Whether a run saves after `steps` steps; `ends_epoch` tells whether the last one ends an

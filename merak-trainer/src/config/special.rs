@@ -38,6 +38,45 @@ impl Setting for AdapterName {
     }
 }
 
+/// Name of a metric of evaluations, which begins with `eval_`; that beginning may be left out where
+/// it is given.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MetricName(pub String);
+
+impl MetricName {
+    /// What the names of evaluations' metrics begin with.
+    pub(crate) const PREFIX: &str = "eval_";
+
+    /// Whether more of it is better: not of a loss, whose name ends in `loss`, and not of its
+    /// exponential.
+    pub(crate) fn greater_is_better(&self) -> bool {
+        !["loss", "perplexity"]
+            .iter()
+            .any(|end| self.0.ends_with(end))
+    }
+}
+
+impl Setting for MetricName {
+    fn expected(_: Range) -> String {
+        "the name of a metric, such as eval_loss".into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        let name = text.strip_prefix(Self::PREFIX).unwrap_or(text);
+        let is_name = !name.is_empty() && !name.contains(char::is_whitespace);
+        let full = || Self(format!("{}{name}", Self::PREFIX));
+        is_name.then(full).ok_or(Refusal::Type)
+    }
+
+    fn to_value(&self) -> Value {
+        Value::from(self.0.as_str())
+    }
+}
+
 /// How text becomes token ids.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]

@@ -3,7 +3,7 @@
 use super::{CostCache, CostModel, profile::Verdict};
 use crate::{
     config::CheckedArguments,
-    trainer::{Callback, StepReport},
+    trainer::{Callback, StepReport, TrainerControl},
 };
 use std::time::Duration;
 
@@ -73,7 +73,7 @@ impl FirstSteps {
 }
 
 impl Callback for FirstSteps {
-    fn on_step(&mut self, report: &StepReport) {
+    fn on_step(&mut self, report: &StepReport, _: &mut TrainerControl) {
         if self.seen.len() > STEPS {
             return;
         }

@@ -272,6 +272,46 @@ pub fn collate(dataset: &dyn Dataset, microbatch: Microbatch) -> Result<Batch> {
     })
 }
 
+/// Makes the tensors of a microbatch of its samples: by name, each with the rows first. Rows behind
+/// the samples are to be filled up, with [`IGNORED_LABEL`] in [`LABELS`]; an empty microbatch gets
+/// no samples and still needs its tensors.
+pub type Collator =
+    Arc<dyn Fn(&[Sample], usize) -> Result<BTreeMap<String, SampleTensor>> + Send + Sync>;
+
+/// As [`collate`], by a collator where there is one.
+///
+/// # Errors
+///
+/// As [`collate`], or those of the collator; [`DataError::UnlikeSamples`] for a tensor of other
+/// rows than the microbatch's.
+pub fn collate_with(
+    dataset: &dyn Dataset,
+    microbatch: Microbatch,
+    collator: Option<&Collator>,
+) -> Result<Batch> {
+    let Some(collator) = collator else {
+        return collate(dataset, microbatch);
+    };
+    let indices = microbatch.indices.iter();
+    let samples = indices.map(|&index| dataset.get_in_epoch(index, microbatch.epoch));
+    let samples = samples.collect::<Result<Vec<_>>>()?;
+    let tensors = collator(&samples, microbatch.rows)?;
+    for (name, tensor) in &tensors {
+        if tensor.shape().first() != Some(&microbatch.rows) {
+            return Err(Error::Data(DataError::UnlikeSamples {
+                name: name.clone(),
+                sample: microbatch.indices.first().copied().unwrap_or_default(),
+                found: tensor.describe(),
+                expected: format!("{} rows from the collator", microbatch.rows),
+            }));
+        }
+    }
+    Ok(Batch {
+        microbatch,
+        tensors,
+    })
+}
+
 fn matching<'a>(
     sample: &'a Sample,
     index: usize,

@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::{
-    dataset::{Batch, Dataset, collate},
+    dataset::{Batch, Collator, Dataset, collate_with},
     order::Microbatch,
 };
 use crate::error::{DataError, Error, Result, no_thread};
@@ -27,6 +27,7 @@ pub struct Loader {
     dataset: Arc<dyn Dataset>,
     requests: Requests,
     workers: Vec<Receiver<Result<Batch>>>,
+    collator: Option<Collator>,
     next: usize,
 }
 
@@ -37,16 +38,32 @@ impl Loader {
     ///
     /// [`Error::NoThread`] where the system gives no thread.
     pub fn new(dataset: Arc<dyn Dataset>, requests: Requests, workers: usize) -> Result<Self> {
+        Self::with_collator(dataset, requests, workers, None)
+    }
+
+    /// The same with batches that a collator makes, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// As [`Loader::new`].
+    pub fn with_collator(
+        dataset: Arc<dyn Dataset>,
+        requests: Requests,
+        workers: usize,
+        collator: Option<Collator>,
+    ) -> Result<Self> {
         let start = |worker| {
             let (sender, receiver) = sync_channel(AHEAD);
             let (dataset, requests) = (Arc::clone(&dataset), Arc::clone(&requests));
+            let collator = collator.clone();
             let read = move || {
                 for number in (worker..).step_by(workers) {
                     let Some(microbatch) = requests(number) else {
                         return;
                     };
                     // Sending fails once the loader is gone: nothing is left to do.
-                    if sender.send(collate(dataset.as_ref(), microbatch)).is_err() {
+                    let batch = collate_with(dataset.as_ref(), microbatch, collator.as_ref());
+                    if sender.send(batch).is_err() {
                         return;
                     }
                 }
@@ -60,6 +77,7 @@ impl Loader {
             dataset,
             requests,
             workers,
+            collator,
             next: 0,
         })
     }
@@ -71,7 +89,7 @@ impl Iterator for Loader {
     fn next(&mut self) -> Option<Self::Item> {
         let microbatch = (self.requests)(self.next)?;
         let batch = if self.workers.is_empty() {
-            collate(self.dataset.as_ref(), microbatch)
+            collate_with(self.dataset.as_ref(), microbatch, self.collator.as_ref())
         } else {
             let worker = &self.workers[self.next % self.workers.len()];
             worker

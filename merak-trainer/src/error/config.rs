@@ -104,6 +104,18 @@ pub enum ConfigError {
         /// The legal values.
         expected: String,
     },
+    /// A metric that evaluations of the model do not give.
+    #[error("\"{key}\" is {}, but an evaluation gives {known}{}", brief(found), did_you_mean(nearest.as_deref()))]
+    UnknownMetric {
+        /// The key.
+        key: &'static str,
+        /// The metric.
+        found: String,
+        /// The metrics there are.
+        known: String,
+        /// The most similar one.
+        nearest: Option<String>,
+    },
     /// A key that the command needs and no layer sets.
     #[error("\"{key}\" is not set: {advice}")]
     MissingKey {

@@ -1,6 +1,6 @@
 //! Whether the user or the run is at fault, and which keys may be.
 
-use super::{DataError, Error, FolderError, PlanError, ResumeError};
+use super::{ConfigError, DataError, Error, FolderError, PlanError, ResumeError};
 
 impl Error {
     /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
@@ -12,6 +12,7 @@ impl Error {
             | Self::Data(DataError::DataThread)
             | Self::NoThread { .. }
             | Self::SkippedSteps { .. }
+            | Self::Diverged { .. }
             | Self::EvaluationLoss { .. }
             | Self::Rank { .. }
             | Self::OtherRank { .. }
@@ -43,7 +44,11 @@ impl Error {
     /// Whether the rank need not be added: every rank ends with the same error, or the error names
     /// its rank.
     pub(crate) fn says_whose(&self) -> bool {
-        self.is_user_error() || matches!(self, Self::SkippedSteps { .. } | Self::Step { .. })
+        self.is_user_error()
+            || matches!(
+                self,
+                Self::SkippedSteps { .. } | Self::Diverged { .. } | Self::Step { .. }
+            )
     }
 }
 
@@ -64,6 +69,7 @@ impl Error {
             },
             Self::Folder(FolderError::OutputDir { .. }) => vec!["output_dir"],
             Self::Resume(ResumeError::NoCheckpoint { .. }) => vec!["resume_from_checkpoint"],
+            Self::Config(ConfigError::UnknownMetric { key, .. }) => vec![key],
             Self::Data(error) => error.keys(),
             Self::Plan(error) => error.keys(),
             Self::Model(error) => of_model(error),

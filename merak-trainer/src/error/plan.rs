@@ -8,6 +8,11 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
+    /// A model whose loss is none of logits.
+    #[error(
+        "predictions need a model whose loss is the cross-entropy of logits from a linear layer"
+    )]
+    NoLogits,
     /// A schedule with fewer microbatches than it needs.
     #[error("{name} needs gradient_accumulation_steps >= {needed} ({why}), got {found}")]
     FewMicrobatches {

@@ -18,7 +18,9 @@ use crate::{
     config::{CheckedArguments, ReportTo},
     error::{Error, FolderError, Result},
     folder::{EVENTS, REPORT_FILE, TRACE_FILE},
-    trainer::{Breakdown, Callback, MerakTrainer, StepProfile, StepReport},
+    trainer::{
+        Breakdown, Callback, MerakTrainer, Rollback, StepProfile, StepReport, TrainerControl,
+    },
 };
 
 /// Writes `metrics.jsonl` and what else the arguments ask for, and shows progress, on the rank that
@@ -48,6 +50,8 @@ struct Report {
     earlier_s: f64,
     start: Instant,
     window: Window,
+    /// The step of the last record.
+    logged: usize,
     /// Whether it was reported that the file cannot be written.
     has_failed: bool,
 }
@@ -101,6 +105,7 @@ impl Reporter {
             tokens: trainer.tokens(),
             start: Instant::now(),
             window: Window::default(),
+            logged: first_step,
             has_failed: false,
         };
         if let Some(from) = trainer.resumed_from() {
@@ -174,6 +179,12 @@ impl Report {
             self.note(renewed);
             return;
         }
+        self.log(report);
+    }
+
+    /// Makes the record of a step.
+    fn log(&mut self, report: &StepReport) {
+        self.logged = report.step;
         let window = std::mem::take(&mut self.window);
         let seconds = window.time.as_secs_f64().max(f64::MIN_POSITIVE);
         let steps = f64::from(window.steps);
@@ -294,13 +305,36 @@ fn scalars(record: &impl Serialize) -> (u64, Vec<(String, f64)>) {
 }
 
 impl Callback for Reporter {
-    fn on_step(&mut self, report: &StepReport) {
+    fn on_step(&mut self, report: &StepReport, _: &mut TrainerControl) {
         if let Some(this) = &mut *self.lock() {
             this.step(report);
         }
     }
 
-    fn on_evaluate(&mut self, metrics: &EvaluationMetrics) {
+    fn on_log(&mut self, report: &StepReport) {
+        let mut this = self.lock();
+        if let Some(this) = this.as_mut().filter(|this| this.logged != report.step) {
+            this.log(report);
+        }
+    }
+
+    fn on_rollback(&mut self, rollback: &Rollback) {
+        if let Some(this) = &mut *self.lock() {
+            let Rollback {
+                step,
+                loss,
+                cause,
+                to_step,
+            } = rollback;
+            this.say(&format!("step {step}: back to step {to_step}, as {cause}"));
+            this.record(&serde_json::json!({
+                "step": to_step, "rolled_back_from": step, "diverged_loss": loss,
+                "cause": cause.to_string(),
+            }));
+        }
+    }
+
+    fn on_evaluate(&mut self, metrics: &EvaluationMetrics, _: &mut TrainerControl) {
         if let Some(this) = &mut *self.lock() {
             let (step, loss) = (metrics.step, metrics.eval_loss);
             this.say(&format!("step {step}: validation loss {loss:.4}"));
@@ -332,7 +366,7 @@ impl Callback for Reporter {
         }
     }
 
-    fn on_save(&mut self, path: &Path) {
+    fn on_save(&mut self, path: &Path, _: &mut TrainerControl) {
         if let Some(this) = &mut *self.lock() {
             if let Some(progress) = &mut this.progress {
                 let _ = progress.saved(path);

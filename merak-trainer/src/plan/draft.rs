@@ -3,7 +3,7 @@
 use crate::{
     config::{BackendChoice, CheckedArguments, InputPath},
     error::{Error, PlanError, Result},
-    plan::{BASE_NAME, Lora},
+    plan::{BASE_NAME, CustomLoss, Lora, LossCount, LossFn, loss::WithLoss},
 };
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
@@ -25,9 +25,18 @@ pub struct PlanInputs {
     pub lora: Option<Lora>,
     /// The layers that tensor parallelism splits; `None` takes the lists of the model's family.
     pub lists: Option<LayerLists>,
+    /// The loss that takes the place of the model's cross-entropy, if any.
+    pub loss: Option<CustomLoss>,
 }
 
 impl PlanInputs {
+    /// The same with a loss of the caller's own in place of the model's cross-entropy.
+    #[must_use]
+    pub fn with_loss(self, loss_fn: LossFn, count: LossCount) -> Self {
+        let loss = Some(CustomLoss { loss_fn, count });
+        Self { loss, ..self }
+    }
+
     /// Reads the file of `lora_config`, if it is set. Takes the lists of `tp_layer_lists`, else
     /// those of [`set_tp_layer_lists`](merak_tp::set_tp_layer_lists).
     ///
@@ -38,6 +47,7 @@ impl PlanInputs {
             model,
             lora: lora(args)?,
             lists: given_lists(args).or_else(merak_tp::tp_layer_lists),
+            loss: None,
         })
     }
 }
@@ -59,6 +69,8 @@ pub struct Draft {
     pub tensor: merak_tp::Report,
     /// The adapter that is trained in place of the model, if any.
     pub lora: Option<Lora>,
+    /// What a microbatch's loss is divided by.
+    pub loss_count: LossCount,
     pub(super) lists: LayerLists,
     /// The element type in which weights are kept, where nodes compute in another: under an adapter
     /// the frozen ones.
@@ -83,6 +95,10 @@ impl Draft {
         args: &CheckedArguments,
     ) -> Result<(Self, SegmentedGraph)> {
         let model = Arc::clone(&inputs.model);
+        let model: Arc<dyn Model> = match inputs.loss.clone() {
+            Some(loss) => Arc::new(WithLoss { model, loss }),
+            None => model,
+        };
         let info = model.info();
         check(&info, args)?;
         let lengths = args.seq_length.unwrap_or_else(|| info.max_seq.into());
@@ -125,6 +141,11 @@ impl Draft {
             target_length: lengths.target,
             tensor: rewritten.report,
             lora,
+            loss_count: inputs
+                .loss
+                .as_ref()
+                .map(|loss| loss.count)
+                .unwrap_or_default(),
             lists,
             kept,
             trace,

@@ -4,6 +4,7 @@ use super::RankStages;
 use crate::{
     data::{Batch, IGNORED_LABEL, LABELS, SampleTensor},
     error::Result,
+    plan::LossCount,
 };
 use merak_mpu::{DType, Message, Packet};
 use merak_pipe::{Action, StageModule};
@@ -357,7 +358,7 @@ fn with_grads(hops: &[Hop]) -> impl Iterator<Item = &Hop> {
 }
 
 /// Labels of a batch that count in a loss.
-pub(crate) fn count_labels(batch: &Batch) -> i64 {
+fn count_labels(batch: &Batch) -> i64 {
     let labels = batch
         .tensors
         .get(LABELS)
@@ -366,4 +367,15 @@ pub(crate) fn count_labels(batch: &Batch) -> i64 {
         .iter()
         .map(|&label| i64::from(label != IGNORED_LABEL))
         .sum()
+}
+
+/// What the losses of microbatches are divided by, in all.
+pub(crate) fn count(batches: &[Batch], by: LossCount) -> i64 {
+    match by {
+        LossCount::Labels => batches.iter().map(count_labels).sum(),
+        LossCount::Microbatches => {
+            let filled = batches.iter().map(|batch| &batch.microbatch.indices);
+            filled.map(|indices| i64::from(!indices.is_empty())).sum()
+        }
+    }
 }

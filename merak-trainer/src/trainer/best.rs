@@ -2,8 +2,8 @@
 
 use super::{EvaluationMetrics, MerakTrainer};
 use crate::{
-    config::BestMetric,
-    error::{Error, Result, ResumeError},
+    config::{MetricName, nearest, one_of},
+    error::{ConfigError, Error, Result, ResumeError},
     folder::ADAPTER,
 };
 use merak_ckpt::{Checkpoint, Store, replace_lora};
@@ -20,12 +20,37 @@ pub struct BestModel {
     pub score: f64,
 }
 
-impl BestMetric {
-    fn of(self, metrics: &EvaluationMetrics) -> f64 {
-        match self {
-            Self::EvalLoss => metrics.eval_loss,
-        }
+impl MetricName {
+    /// The value of this metric.
+    ///
+    /// # Errors
+    /// When the evaluation has no such metric.
+    fn of(&self, metrics: &EvaluationMetrics) -> Result<f64> {
+        let value = metrics.get(&self.0);
+        value.ok_or_else(|| self.unknown(&metrics.names()))
     }
+
+    /// The error that this is none of the metrics.
+    pub(super) fn unknown(&self, known: &[&str]) -> Error {
+        Error::Config(ConfigError::UnknownMetric {
+            key: "metric_for_best_model",
+            found: self.0.clone(),
+            known: one_of(known),
+            nearest: nearest(&self.0, known.iter().copied()).map(Into::into),
+        })
+    }
+}
+
+/// Whether a value is finite and better than the best so far.
+pub(super) fn is_better(value: f64, best: Option<f64>, greater_is_better: bool) -> bool {
+    let surpasses = |best: f64| {
+        if greater_is_better {
+            value > best
+        } else {
+            value < best
+        }
+    };
+    value.is_finite() && best.is_none_or(surpasses)
 }
 
 impl BestModel {
@@ -35,28 +60,19 @@ impl BestModel {
         let state = &checkpoint.manifest().header.state;
         serde_json::from_value(state["best"].clone()).is_ok_and(|best: Self| best == self)
     }
-
-    /// Whether this score is finite and better than the best so far.
-    fn is_surpassed(best: Option<Self>, score: f64, greater_is_better: bool) -> bool {
-        let surpasses = |best: Self| {
-            if greater_is_better {
-                score > best.score
-            } else {
-                score < best.score
-            }
-        };
-        score.is_finite() && best.is_none_or(surpasses)
-    }
 }
 
 impl MerakTrainer {
     /// The step just evaluated, if it is the best model so far.
-    pub(super) fn judge(&self, metrics: &EvaluationMetrics) -> Option<BestModel> {
-        let score = self.args.metric_for_best_model.of(metrics);
-        let greater_is_better = self.args.greater_is_better.unwrap_or(false);
+    ///
+    /// # Errors
+    /// When the evaluation lacks the metric that models are judged by.
+    pub(super) fn judge(&self, metrics: &EvaluationMetrics) -> Result<Option<BestModel>> {
+        let score = self.args.metric_for_best_model.of(metrics)?;
         let step = self.progress.global_step;
-        BestModel::is_surpassed(self.best, score, greater_is_better)
-            .then_some(BestModel { step, score })
+        let best = self.best.map(|best| best.score);
+        let is_best = is_better(score, best, self.args.greater_is_better());
+        Ok(is_best.then_some(BestModel { step, score }))
     }
 
     /// Makes the file `best` agree with the state of the run that was saved last. For rank 0.
@@ -152,20 +168,17 @@ mod tests {
 
     #[test]
     fn the_first_of_equal_scores_stays_the_best_and_what_is_not_finite_never_is() {
-        let best = Some(BestModel {
-            step: 2,
-            score: 1.5,
-        });
-        let surpassed = |score, greater| BestModel::is_surpassed(best, score, greater);
+        let best = Some(1.5);
+        let surpassed = |score, greater| is_better(score, best, greater);
         assert!(surpassed(1.0, false) && surpassed(2.0, true));
         assert!(!surpassed(1.0, true) && !surpassed(2.0, false));
         assert!(!surpassed(1.5, false) && !surpassed(1.5, true));
         for score in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             for greater in [false, true] {
                 assert!(!surpassed(score, greater));
-                assert!(!BestModel::is_surpassed(None, score, greater));
+                assert!(!is_better(score, None, greater));
             }
         }
-        assert!(BestModel::is_surpassed(None, 9.0, false));
+        assert!(is_better(9.0, None, false));
     }
 }

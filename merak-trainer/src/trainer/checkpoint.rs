@@ -1,7 +1,9 @@
 //! Saving and loading a run.
 
 use super::{
-    BestModel, MerakTrainer, batch_shape,
+    BestModel, EarlyStopping, MerakTrainer, batch_shape,
+    divergence::RecentLosses,
+    early_stopping::Waiting,
     resume::{self, Candidates},
     shards::{ShardSource, state_layout},
 };
@@ -49,6 +51,12 @@ pub(super) struct RunState {
     /// The best checkpoint so far, this one included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     best: Option<BestModel>,
+    /// With `early_stopping_patience`, how long an improvement is waited for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    early_stopping: Option<Waiting>,
+    /// With `divergence_guard`, the losses that the next one is compared with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    divergence: Option<RecentLosses>,
     /// The training data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) data: Option<DataFingerprint>,
@@ -156,9 +164,8 @@ impl MerakTrainer {
         self.stages.settle()?;
         self.finish_save()?;
         self.finish_rotation()?;
-        for callback in &mut self.parts.callbacks {
-            callback.on_save_start(self.progress.global_step);
-        }
+        let step = self.progress.global_step;
+        self.tell(|callback, _| callback.on_save_start(step));
         let base = self.settle_base()?;
         let sources = self.shard_sources(base.is_some())?.into_iter();
         let draft = self.begin_draft()?.with_base(base);
@@ -226,9 +233,7 @@ impl MerakTrainer {
         }
         world.barrier()?;
         self.saving.last_step = Some(draft.step() as usize);
-        for callback in &mut self.parts.callbacks {
-            callback.on_save(&path);
-        }
+        self.tell(|callback, control| callback.on_save(&path, control));
         Ok(path)
     }
 
@@ -253,6 +258,8 @@ impl MerakTrainer {
             has_optimizer: !args.no_save_optim,
             optim: Some(args.optim),
             best: self.best,
+            early_stopping: self.early_stopping.as_ref().map(EarlyStopping::state),
+            divergence: self.divergence.as_ref().map(|guard| guard.recent.clone()),
             data: self.parts.fingerprint,
         };
         let info = &self.stages.plan.draft.info;
@@ -494,6 +501,14 @@ impl MerakTrainer {
             }
             self.restore_position(state)?;
             self.restore_best(state.best, checkpoint.path())?;
+            let stopping = self.early_stopping.as_mut().zip(state.early_stopping);
+            if let Some((stopping, state)) = stopping {
+                stopping.restore(state);
+            }
+            let guard = self.divergence.as_mut().zip(state.divergence.as_ref());
+            if let Some((guard, recent)) = guard {
+                guard.recent = recent.clone();
+            }
         }
         self.loader = None;
         Ok(LoadedCheckpoint::of(checkpoint, state.as_ref()))

@@ -1,17 +1,29 @@
 //! The loss on held-out samples.
 
-use super::MerakTrainer;
+use super::{
+    MerakTrainer,
+    prediction::{
+        ClassCounts, ComputeMetrics, PredictionKind, PredictionOutput, Rows, has_classes,
+    },
+};
 use crate::{
-    config::CheckedArguments,
-    data::{BatchShape, Dataset, EvaluationOrder, collate},
+    config::{CheckedArguments, MetricName},
+    data::{
+        ATTENTION_MASK, Batch, BatchShape, Dataset, EvaluationOrder, LABELS, SampleTensor,
+        collate_with,
+    },
     error::{ConfigError, Result, StepPart},
-    plan::Forward,
-    stage::{StepInputs, StepModule, count_labels},
+    plan::{Forward, ForwardOutput, Plan},
+    stage::{StepInputs, StepModule, StepResult, count},
 };
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp};
 use merak_trace::Interpreter;
 use serde::Serialize;
-use std::{collections::VecDeque, sync::Arc, time::Instant};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+    time::Instant,
+};
 
 /// What an evaluation reports.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
@@ -24,19 +36,58 @@ pub struct EvaluationMetrics {
     pub eval_samples: usize,
     /// Seconds that the evaluation took.
     pub eval_runtime: f64,
+    /// Samples per second.
+    pub eval_samples_per_second: f64,
+    /// All other metrics, by names that begin with `eval_`.
+    #[serde(flatten)]
+    pub metrics: BTreeMap<String, f64>,
+}
+
+impl EvaluationMetrics {
+    /// The loss, by its name as a metric.
+    const LOSS: &str = "eval_loss";
+
+    /// What models can be judged by.
+    pub fn names(&self) -> Vec<&str> {
+        let others = self.metrics.keys().map(String::as_str);
+        std::iter::once(Self::LOSS).chain(others).collect()
+    }
+
+    /// The metric of a name.
+    pub fn get(&self, name: &str) -> Option<f64> {
+        let loss = (name == Self::LOSS).then_some(self.eval_loss);
+        loss.or_else(|| self.metrics.get(name).copied())
+    }
+}
+
+/// The exponential of the loss of a language model, as a metric.
+const PERPLEXITY: &str = "eval_perplexity";
+
+/// The metrics that evaluations of a plan's model give by themselves.
+pub(super) fn built_in(plan: &Plan) -> Vec<&'static str> {
+    let others: &[_] = if has_classes(plan.draft.model.objective()) {
+        &ClassCounts::NAMES
+    } else {
+        &[PERPLEXITY]
+    };
+    [&[EvaluationMetrics::LOSS], others].concat()
 }
 
 impl MerakTrainer {
-    /// The mean loss over the evaluation data, each sample once; the same on every rank. Where it
-    /// is not finite, the log names the first samples whose loss is not.
+    /// The mean loss over the evaluation data, each sample once, and the other metrics of the
+    /// model; the same on every rank. Where the loss is not finite, the log names the first samples
+    /// whose loss is not.
     ///
     /// # Communication
     /// Per microbatch the pipeline's forward hops, per iteration an all-reduce of 8 bytes over the
-    /// pipeline, which is waited for some iterations later; at the end an all-reduce over the data
-    /// group and a broadcast over the pipeline.
+    /// pipeline, which is waited for some iterations later; at the end all-reduces over the data
+    /// group and a broadcast over the pipeline. With [`TrainerParts::compute_metrics`] a gathering
+    /// of the predictions to rank 0, and a broadcast of what comes of them.
     ///
     /// # Errors
     /// When there are no samples to evaluate or a rank fails.
+    ///
+    /// [`TrainerParts::compute_metrics`]: crate::TrainerParts::compute_metrics
     pub fn evaluate(&mut self) -> Result<EvaluationMetrics> {
         self.within(
             StepPart::Evaluate,
@@ -46,7 +97,6 @@ impl MerakTrainer {
     }
 
     fn evaluate_all(&mut self) -> Result<EvaluationMetrics> {
-        let start = Instant::now();
         let Some(data) = self.parts.eval_data.clone() else {
             return Err(crate::error::Error::Config(ConfigError::MissingKey {
                 key: "data.path",
@@ -54,29 +104,68 @@ impl MerakTrainer {
             }));
         };
         let order = order(&self.args, data.len())?;
+        let computes = self.parts.compute_metrics.clone();
+        let kind = computes.is_some().then(|| self.prediction_kind());
+        let mut output = self.pass_over(&*data, &order, kind)?;
+        if let Some(compute) = computes {
+            let computed = self.computed(&compute, &output)?;
+            output.metrics.metrics.extend(computed);
+        }
+        let metrics = output.metrics;
+        self.tell(|callback, control| callback.on_evaluate(&metrics, control));
+        Ok(metrics)
+    }
+
+    /// Forwards samples in their order; gathers predictions of a kind, if one is given.
+    pub(super) fn pass_over(
+        &mut self,
+        data: &dyn Dataset,
+        order: &EvaluationOrder,
+        kind: Option<PredictionKind>,
+    ) -> Result<PredictionOutput> {
+        let start = Instant::now();
+        let counts_classes = has_classes(self.stages.plan.draft.model.objective());
+        let output = match kind {
+            Some(kind) => kind.output(),
+            None if counts_classes => ForwardOutput::LossAndLogits,
+            None => ForwardOutput::Loss,
+        };
         let batch = self.args.evaluation_batch(data.len());
-        let forward = Forward::loss(batch, self.stages.plan.draft.seq_length);
+        let forward = Forward {
+            output,
+            ..Forward::loss(batch, self.stages.plan.draft.seq_length)
+        };
         let programs = self.programs.get(&self.stages, forward)?;
         let mpu = Arc::clone(&self.stages.mpu);
         let mut pace = Pace::new(mpu.pipeline_parallel_group());
-        let mut sums = Sums::default();
+        let has_logits = output == ForwardOutput::LossAndLogits;
+        let mut sums = Sums {
+            classes: (counts_classes && has_logits).then(ClassCounts::default),
+            rows: kind.map(|kind| (kind, Rows::default())),
+            ..Sums::default()
+        };
         self.tell_evaluation(0, order.iterations());
         for iteration in 0..order.iterations() {
-            self.evaluate_iteration(&*data, &order, &programs, iteration, &mut sums)?;
+            self.evaluate_iteration(data, order, &programs, iteration, &mut sums)?;
             pace.ended()?;
             self.tell_evaluation(iteration + 1, order.iterations());
         }
         pace.finish()?;
-        let metrics = EvaluationMetrics {
-            step: self.progress.global_step,
-            eval_loss: self.mean_over_ranks(&sums)?,
-            eval_samples: order.samples(),
-            eval_runtime: start.elapsed().as_secs_f64(),
+        let rows = sums.rows.take();
+        let mut metrics = self.metrics_of(sums)?;
+        let (predictions, label_ids) = match rows {
+            Some((_, rows)) => rows.gather(mpu.world_group())?,
+            None => Default::default(),
         };
-        for callback in &mut self.parts.callbacks {
-            callback.on_evaluate(&metrics);
-        }
-        Ok(metrics)
+        metrics.eval_samples = order.samples();
+        metrics.eval_runtime = start.elapsed().as_secs_f64();
+        let seconds = metrics.eval_runtime.max(f64::MIN_POSITIVE);
+        metrics.eval_samples_per_second = metrics.eval_samples as f64 / seconds;
+        Ok(PredictionOutput {
+            predictions,
+            label_ids,
+            metrics,
+        })
     }
 
     /// Adds the losses and labels of this rank's microbatches of an iteration.
@@ -95,12 +184,15 @@ impl MerakTrainer {
         let taken = |microbatch| order.microbatch(iteration, dp_rank, microbatch);
         let engine = self.stages.forward_engine(microbatches)?;
         let batches = if self.stages.reads_data() {
-            let read = |microbatch| collate(data, taken(microbatch));
+            let collator = self.parts.data_collator.as_ref();
+            let read = |microbatch| collate_with(data, taken(microbatch), collator);
             (0..microbatches).map(read).collect::<Result<Vec<_>>>()?
         } else {
             Vec::new()
         };
-        sums.labels += batches.iter().map(count_labels).sum::<i64>();
+        sums.labels += count(&batches, self.stages.plan.draft.loss_count);
+        let keeps = sums.keeps() && self.stages.has_last();
+        let read = keeps.then(|| batches.clone());
         let inputs = StepInputs {
             contexts: vec![self.stages.context(0, 0, false); microbatches],
             batches,
@@ -108,7 +200,10 @@ impl MerakTrainer {
         };
         let mut module = StepModule::inference(&mut self.stages, programs, inputs);
         engine.run(&mut module, &mut self.link)?;
-        let result = module.finish();
+        let mut result = module.finish();
+        if let Some(batches) = read {
+            self.keep_outputs(&mut result, &batches, sums)?;
+        }
         for (microbatch, loss) in self.losses(&result)?.into_iter().enumerate() {
             sums.loss += loss;
             let is_first = !sums.has_infinite && !loss.is_finite();
@@ -121,9 +216,45 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// The mean loss over the labels of all ranks, on every rank.
-    fn mean_over_ranks(&self, sums: &Sums) -> Result<f64> {
-        let mut mean = 0.0;
+    /// Counts classes and keeps predictions of the microbatches of an iteration, on a rank with the
+    /// last stage; what they were made of is dropped.
+    fn keep_outputs(
+        &self,
+        result: &mut StepResult,
+        batches: &[Batch],
+        sums: &mut Sums,
+    ) -> Result<()> {
+        // Ranks of a tensor group have the same outputs: one of them sends.
+        let sends = self.stages.mpu.tensor_parallel_rank() == 0;
+        for (outputs, batch) in result.outputs.values_mut().zip(batches) {
+            let predicted = self.predicted(outputs.remove(1))?;
+            let labels = batch
+                .tensors
+                .get(LABELS)
+                .map_or(&[][..], SampleTensor::ints);
+            if let Some(classes) = &mut sums.classes {
+                classes.add(&predicted, labels);
+            }
+            if let Some((kind, rows)) = sums.rows.as_mut().filter(|_| sends) {
+                let mask = batch.tensors.get(ATTENTION_MASK).map(SampleTensor::ints);
+                rows.add(*kind, &batch.microbatch.indices, &predicted, (labels, mask));
+            }
+        }
+        Ok(())
+    }
+
+    /// The metrics over all ranks, on every rank: the mean loss over the labels, and what follows
+    /// from it or was counted.
+    fn metrics_of(&self, sums: Sums) -> Result<EvaluationMetrics> {
+        let counts_classes = sums.classes.is_some();
+        let mut numbers = vec![
+            0.0;
+            if counts_classes {
+                1 + ClassCounts::NAMES.len()
+            } else {
+                1
+            }
+        ];
         if self.stages.has_last() {
             let group = self.stages.mpu.data_sequence_parallel_group();
             let loss = group.all_reduce_scalar(sums.loss, ReduceOp::Sum)?;
@@ -131,16 +262,53 @@ impl MerakTrainer {
             if labels == 0 {
                 tracing::warn!("no sample of the evaluation has a label: its loss is 0");
             } else {
-                mean = loss / labels as f64;
+                numbers[0] = loss / labels as f64;
+            }
+            if let Some(classes) = sums.classes {
+                numbers[1..].copy_from_slice(&classes.summed(group)?.metrics());
             }
         }
-        self.of_last_stage(mean)
+        let numbers = self.all_of_last_stage(numbers)?;
+        let mut metrics = ClassCounts::named(&numbers[1..]);
+        if !has_classes(self.stages.plan.draft.model.objective()) {
+            metrics.insert(PERPLEXITY.to_owned(), numbers[0].exp());
+        }
+        Ok(EvaluationMetrics {
+            step: self.progress.global_step,
+            eval_loss: numbers[0],
+            metrics,
+            ..EvaluationMetrics::default()
+        })
+    }
+
+    /// The caller's metrics of predictions, which rank 0 computes, on every rank.
+    fn computed(
+        &self,
+        compute: &ComputeMetrics,
+        output: &PredictionOutput,
+    ) -> Result<BTreeMap<String, f64>> {
+        let world = self.stages.mpu.world_group();
+        let computed = self.stages.mpu.is_rank_0().then(|| compute(output));
+        let (names, values): (Vec<_>, Vec<_>) = computed.into_iter().flatten().unzip();
+        let names = serde_json::to_vec(&names).expect("names are text");
+        let names = world.broadcast_bytes(names, 0)?;
+        let names: Vec<String> = serde_json::from_slice(&names).expect("rank 0 wrote names");
+        // Bits, as JSON has no infinities.
+        let values = if values.is_empty() {
+            vec![0.0; names.len()]
+        } else {
+            values
+        };
+        let values = world.broadcast_vec(values, 0)?;
+        let prefixed = |name: String| match name.strip_prefix(MetricName::PREFIX) {
+            Some(_) => name,
+            None => format!("{}{name}", MetricName::PREFIX),
+        };
+        Ok(names.into_iter().map(prefixed).zip(values).collect())
     }
 
     fn tell_evaluation(&mut self, done: usize, total: usize) {
-        for callback in &mut self.parts.callbacks {
-            callback.on_evaluation_step(done, total);
-        }
+        self.tell(|callback, _| callback.on_evaluation_step(done, total));
     }
 }
 
@@ -149,8 +317,19 @@ impl MerakTrainer {
 struct Sums {
     loss: f64,
     labels: i64,
+    /// Counts of classes, for models of classes.
+    classes: Option<ClassCounts>,
+    /// Predictions of a kind.
+    rows: Option<(PredictionKind, Rows)>,
     /// Whether the log has named samples whose loss is not finite.
     has_infinite: bool,
+}
+
+impl Sums {
+    /// Whether something is kept besides the loss.
+    fn keeps(&self) -> bool {
+        self.classes.is_some() || self.rows.is_some()
+    }
 }
 
 /// Keeps the first stages of a pipeline from running ahead of the last ones, which would have to
@@ -193,10 +372,23 @@ impl<'a> Pace<'a> {
 
 /// The order of the samples.
 pub(super) fn order(args: &CheckedArguments, samples: usize) -> Result<EvaluationOrder> {
-    let shape = BatchShape {
+    EvaluationOrder::new(
+        samples,
+        shape(args, samples),
+        args.eval_iters,
+        args.dataloader_drop_last,
+    )
+}
+
+/// The order of all samples.
+pub(super) fn all(args: &CheckedArguments, samples: usize) -> Result<EvaluationOrder> {
+    EvaluationOrder::new(samples, shape(args, samples), None, false)
+}
+
+fn shape(args: &CheckedArguments, samples: usize) -> BatchShape {
+    BatchShape {
         batch: args.evaluation_batch(samples),
         microbatches: args.gradient_accumulation_steps,
         dp: args.dp,
-    };
-    EvaluationOrder::new(samples, shape, args.eval_iters, args.dataloader_drop_last)
+    }
 }

@@ -4,7 +4,7 @@ use super::{MerakTrainer, progress::Instruction};
 use crate::{
     data::{Batch, Loader, Requests},
     error::{Error, Result, StepPart},
-    stage::{NamedTensors, StepInputs, StepModule, StepResult, count_labels},
+    stage::{NamedTensors, StepInputs, StepModule, StepResult, count},
 };
 use merak_mpu::{ReduceOp, into_vec};
 use merak_pipe::panic_message;
@@ -77,7 +77,9 @@ impl MerakTrainer {
     /// the user stays as it is.
     pub(super) fn placed<T>(&self, part: StepPart, step: usize, outcome: Result<T>) -> Result<T> {
         outcome.map_err(|error| match error {
-            error @ (Error::Step { .. } | Error::SkippedSteps { .. }) => error,
+            error @ (Error::Step { .. } | Error::SkippedSteps { .. } | Error::Diverged { .. }) => {
+                error
+            }
             error if step == 0 && error.is_user_error() => error,
             error => Error::Step {
                 rank: self.stages.mpu.rank().0,
@@ -100,7 +102,7 @@ impl MerakTrainer {
         let (loss, tokens) = self.backward_step(self.progress.global_step, true)?;
         self.saving.wait_copied();
         let updates = self.stages.optimizer.progress().steps;
-        let lr = self.progress.course.schedule.lr(updates);
+        let lr = self.lr(updates)?;
         let update_start = Instant::now();
         let update = self.stages.update(lr)?;
         self.progress.advance(tokens);
@@ -119,6 +121,20 @@ impl MerakTrainer {
             data_wait: self.records.data_wait(),
             time,
         })
+    }
+
+    /// The learning rate after some updates.
+    fn lr(&self, updates: u64) -> Result<f64> {
+        let course = &self.progress.course;
+        let Some(schedule) = &self.parts.lr_scheduler else {
+            return Ok(course.schedule.lr(updates));
+        };
+        let lr = schedule(updates, course.total_steps);
+        if lr.is_finite() && lr >= 0.0 {
+            Ok(lr)
+        } else {
+            Err(Error::LearningRate { lr, updates })
+        }
     }
 
     /// The gradients of the next step's global batch, summed over the uses of tied weights and not
@@ -204,10 +220,11 @@ impl MerakTrainer {
                     .as_ref()
                     .expect("an order is made of training data"),
             );
-            self.loader = Some(Loader::new(
+            self.loader = Some(Loader::with_collator(
                 data,
                 Arc::new(request) as Requests,
                 self.args.dataloader_num_workers,
+                self.parts.data_collator.clone(),
             )?);
         }
         let loader = self.loader.as_mut().expect("it was just made");
@@ -223,9 +240,8 @@ impl MerakTrainer {
             return Ok((0.0, 0.0));
         }
         let group = mpu.data_sequence_parallel_group();
-        let labels = group
-            .all_reduce_scalar(batches.iter().map(count_labels).sum::<i64>(), ReduceOp::Sum)?
-            as f64;
+        let own = count(batches, self.stages.plan.draft.loss_count);
+        let labels = group.all_reduce_scalar(own, ReduceOp::Sum)? as f64;
         let grad = if labels == 0.0 {
             0.0
         } else {
@@ -264,10 +280,16 @@ impl MerakTrainer {
     }
 
     /// A number of the rank with the last stage, on every rank of the pipeline.
-    pub(super) fn of_last_stage(&self, number: f64) -> Result<f64> {
+    fn of_last_stage(&self, number: f64) -> Result<f64> {
+        Ok(self.all_of_last_stage(vec![number])?[0])
+    }
+
+    /// Numbers of the rank with the last stage, on every rank of the pipeline; all ranks give as
+    /// many.
+    pub(super) fn all_of_last_stage(&self, numbers: Vec<f64>) -> Result<Vec<f64>> {
         let last = self.stages.plan.last_rank();
         let group = self.stages.mpu.pipeline_parallel_group();
-        Ok(group.broadcast_vec(vec![number], last)?[0])
+        Ok(group.broadcast_vec(numbers, last)?)
     }
 
     /// The losses of this rank's microbatches, in their order.

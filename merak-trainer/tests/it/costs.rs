@@ -5,7 +5,7 @@ use std::time::Duration;
 use merak_pipe::{Action, Kind, ScheduleKind};
 use merak_trainer::{
     Callback, CostCache, CostModel, Error, FirstSteps, Measurement, Plan, PlanError, Prediction,
-    Result, StepReport, Workload,
+    Result, StepReport, TrainerControl, Workload,
 };
 use tempfile::tempdir;
 
@@ -200,7 +200,10 @@ fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
         let mut first = FirstSteps::new(&args, costs, cache.clone(), predicted);
         // The first step touches memory, and one of the others met other load.
         for millis in [9000, taken, taken, 800, taken, taken, 9000, 9000] {
-            first.on_step(&step(Duration::from_millis(millis)));
+            first.on_step(
+                &step(Duration::from_millis(millis)),
+                &mut TrainerControl::default(),
+            );
         }
     };
     let costs = measured();
@@ -280,7 +283,10 @@ fn settled_times_that_are_old_or_unsteady_are_doubted_again() {
         assert_eq!(measurement.is_worn(), is_doubted);
         let mut first = FirstSteps::new(&args, &costs, cache.clone(), 0.1);
         for _ in 0..8 {
-            first.on_step(&step(Duration::from_millis(300)));
+            first.on_step(
+                &step(Duration::from_millis(300)),
+                &mut TrainerControl::default(),
+            );
         }
         let text = std::fs::read_to_string(&cache.file).expect("the times are kept");
         assert_eq!(

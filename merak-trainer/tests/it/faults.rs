@@ -10,7 +10,7 @@ use std::{
 use insta::assert_snapshot;
 use merak_ckpt::{Checkpoint, Kind, Layout, Piece, ShardKind, Store, TensorEntry};
 use merak_trainer::{
-    Callback, Error, MerakTrainer, Result, StepReport, chain,
+    Callback, Error, MerakTrainer, Result, StepReport, TrainerControl, chain,
     data::{Dataset, LABELS, Sample, SampleTensor},
 };
 use tempfile::{TempDir, tempdir};
@@ -146,7 +146,7 @@ struct Cursed;
 
 #[expect(clippy::panic, reason = "a callback of a user's may panic")]
 impl Callback for Cursed {
-    fn on_step(&mut self, report: &StepReport) {
+    fn on_step(&mut self, report: &StepReport, _: &mut TrainerControl) {
         panic!("step {} is cursed", report.step);
     }
 

@@ -3,6 +3,7 @@
 pub(crate) mod agreement; // L2 over 30 steps, in every stage and precision
 mod best; // the best model of a run
 mod bf16; // L1 to L3: weights of bf16
+mod control; // callbacks that act
 mod data; // samples: their order, their names, their evaluation
 pub(crate) mod encoders; // L1, L2: masked tokens, classes, translations, images
 pub(crate) mod generation; // N20: the same tokens from every topology
@@ -11,6 +12,7 @@ mod memory; // what each ZeRO stage holds
 pub(crate) mod narrow; // adapters beside weights in bf16
 mod optimizers; // L2, L3: every rule of the optimizer
 mod pipeline; // L1: the pipeline changes no bit
+mod prediction; // predictions of samples
 mod resume; // L3, L5: resumed runs and equal bytes
 mod stages; // L1, L3: several stages per rank
 mod topology; // L2: the degrees change the order of summation only

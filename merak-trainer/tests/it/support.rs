@@ -247,20 +247,30 @@ impl Case {
         &self,
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
-        self.try_on_ranks_told(|_| None, body)
+        self.try_on_ranks_told(|_| [], body)
     }
 
     /// The same, with callbacks on some ranks.
-    pub(crate) fn try_on_ranks_told<T: Send>(
+    pub(crate) fn try_on_ranks_told<T: Send, C: IntoIterator<Item = Box<dyn Callback>>>(
         &self,
-        told: impl Fn(usize) -> Option<Box<dyn Callback>> + Sync,
+        told: impl Fn(usize) -> C + Sync,
+        body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        self.try_on_ranks_with(
+            |rank, parts| parts.callbacks = told(rank).into_iter().collect(),
+            body,
+        )
+    }
+
+    /// The same, with changes of each rank's parts.
+    pub(crate) fn try_on_ranks_with<T: Send>(
+        &self,
+        change: impl Fn(usize, &mut TrainerParts) + Sync,
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
         let (plan, args) = (self.plan(), self.arguments());
         run_world(&args, |member| {
-            let callbacks = told(member.rank().0).into_iter().collect();
-            let mpu = Mpu::new(member, plan.draft.degrees)?;
-            let parts = TrainerParts {
+            let mut parts = TrainerParts {
                 train_data: Some(Arc::clone(&self.data)),
                 eval_data: Some(Arc::clone(&self.data)),
                 num_threads: self.num_threads,
@@ -268,9 +278,10 @@ impl Case {
                     "config.json".to_owned(),
                     self.model.to_string().into_bytes(),
                 )],
-                callbacks,
                 ..TrainerParts::default()
             };
+            change(member.rank().0, &mut parts);
+            let mpu = Mpu::new(member, plan.draft.degrees)?;
             body(&mut MerakTrainer::new(
                 Arc::clone(&plan),
                 mpu,

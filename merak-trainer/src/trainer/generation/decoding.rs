@@ -3,7 +3,7 @@
 use crate::{
     data::{Batch, Microbatch, SampleTensor},
     error::Result,
-    plan::Forward,
+    plan::{Forward, ForwardOutput},
     stage::{Decoded, StepInputs, StepModule, floats},
     trainer::MerakTrainer,
 };
@@ -273,7 +273,7 @@ impl<'a> Generation<'a> {
             batch: 1,
             seq: pass.ids.len(),
             context: pass.context,
-            logits: true,
+            output: ForwardOutput::Logits,
         };
         let only_newest = Forward {
             seq: pass.newest.len(),

@@ -211,6 +211,85 @@ fn bert_tells_texts_apart() {
     assert_ne!(trained(&place, "--data.path pairs.jsonl"), losses);
 }
 
+/// The objects of a file of JSON lines.
+fn objects(place: &Workplace, name: &str) -> Vec<Value> {
+    let text = fs::read_to_string(place.path(name)).expect("it was written");
+    let object = |line| serde_json::from_str(line).expect("one object a line");
+    text.lines().map(object).collect()
+}
+
+#[test]
+fn predictions_are_json_lines_in_the_order_of_the_data() {
+    let classifier = bert("BertForSequenceClassification");
+    let place = place(&classifier, "jsonl", "texts.jsonl");
+    place.write("texts.jsonl", &lines(labelled));
+    trained(
+        &place,
+        "--do_predict --do_eval --metric_for_best_model accuracy",
+    );
+    let of_run = objects(&place, "run/predictions.jsonl");
+    let evaluated = place.document("evaluate merak.toml run --json");
+    let right = of_run
+        .iter()
+        .filter(|row| row["class"] == row["label"])
+        .count();
+    let accuracy = evaluated["eval_accuracy"].as_f64().expect("a number");
+    assert!(
+        (accuracy - right as f64 / of_run.len() as f64).abs() < 1e-12,
+        "{evaluated}"
+    );
+    assert!(evaluated["eval_f1_macro"].is_f64() && evaluated["eval_f1_weighted"].is_f64());
+    let told = place.succeed("predict merak.toml run -o all.jsonl");
+    let all = objects(&place, "all.jsonl");
+    assert_eq!(
+        told,
+        format!(
+            "wrote     probabilities of {} samples to all.jsonl\n",
+            all.len()
+        )
+    );
+    assert_eq!(all.len(), lines(labelled).lines().count());
+    assert!(all.iter().enumerate().all(|(i, row)| row["sample"] == i));
+    // The validation part is the end of the data.
+    let end = all[all.len() - of_run.len()..]
+        .iter()
+        .map(|row| &row["probabilities"]);
+    assert!(end.eq(of_run.iter().map(|row| &row["probabilities"])));
+    place.succeed("predict merak.toml run --dp 2 --gradient_accumulation_steps 2 -o dp.jsonl");
+    for (found, expected) in objects(&place, "dp.jsonl").iter().zip(&all) {
+        let [found, expected] = [found, expected].map(|row| row["probabilities"][0].as_f64());
+        assert!((found.expect("a number") - expected.expect("a number")).abs() < 1e-5);
+    }
+    place.succeed("predict merak.toml run --what embeddings --part validation -o e.jsonl");
+    let embeddings = objects(&place, "e.jsonl");
+    assert_eq!(embeddings.len(), of_run.len());
+    assert_eq!(
+        embeddings[0]["embedding"].as_array().map(Vec::len),
+        classifier["hidden_size"]
+            .as_u64()
+            .map(|width| width as usize)
+    );
+    assert_snapshot!(place.mistake("predict merak.toml run"), @"error: -o FILE is missing: it names the file that the predictions go to");
+    assert_snapshot!(place.mistake("predict merak.toml run -o a --what loses"), @"");
+    assert_snapshot!(place.mistake("predict merak.toml run --dp 1 --what loses -o a"), @"");
+    assert_snapshot!(place.mistake("train merak.toml --dry-run --metric_for_best_model acuracy"), @"");
+    assert_snapshot!(place.mistake("predict merak.toml run -o nowhere/a.jsonl"), @"");
+}
+
+#[test]
+fn a_language_model_predicts_the_losses_of_its_tokens() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml");
+    place.succeed("predict merak.toml run --part validation --output losses.jsonl");
+    let rows = objects(&place, "losses.jsonl");
+    let means = rows.iter().map(|row| row["loss"].as_f64().expect("a mean"));
+    let mean = means.sum::<f64>() / rows.len() as f64;
+    let evaluated = place.document("evaluate merak.toml run --json");
+    let loss = evaluated["eval_loss"].as_f64().expect("a loss");
+    assert!((mean / loss - 1.0).abs() < 1e-5, "{mean} {loss}");
+    assert_eq!(rows[0]["losses"].as_array().map(Vec::len), Some(16));
+}
+
 #[test]
 fn samples_of_records_count_in_the_memory_of_a_run() {
     let classes = bert("BertForSequenceClassification");

@@ -1,0 +1,70 @@
+//! Data sets end to end.
+
+use super::{Dataset, Sample};
+use crate::error::Result;
+use std::sync::Arc;
+
+/// The samples of several data sets, one set after the other.
+#[derive(Debug, Clone)]
+pub struct Joined(Vec<Arc<dyn Dataset>>);
+
+impl Joined {
+    /// Joins data sets whose samples have the same tensors.
+    pub fn new(parts: impl IntoIterator<Item = Arc<dyn Dataset>>) -> Self {
+        Self(parts.into_iter().collect())
+    }
+
+    /// The set with a sample, and the sample's place there.
+    fn find(&self, mut index: usize) -> (&dyn Dataset, usize) {
+        let mut parts = self.0.iter().peekable();
+        while let Some(part) = parts.next() {
+            // An index behind all samples is the last set's to refuse.
+            if index < part.len() || parts.peek().is_none() {
+                return (&**part, index);
+            }
+            index -= part.len();
+        }
+        unreachable!("sets without samples have no index")
+    }
+}
+
+impl Dataset for Joined {
+    fn len(&self) -> usize {
+        self.0.iter().map(|part| part.len()).sum()
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        let (part, index) = self.find(index);
+        part.get(index)
+    }
+
+    fn get_in_epoch(&self, index: usize, epoch: u64) -> Result<Sample> {
+        let (part, index) = self.find(index);
+        part.get_in_epoch(index, epoch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::TokenDataset;
+
+    #[test]
+    fn samples_follow_each_other() {
+        let part = |range: std::ops::Range<u32>| {
+            let tokens: Arc<[u32]> = range.collect();
+            Arc::new(TokenDataset::new(tokens, 2, "training").unwrap()) as Arc<dyn Dataset>
+        };
+        let (first, second) = (part(0..9), part(50..55));
+        let joined = Joined::new([Arc::clone(&first), Arc::clone(&second)]);
+        let apart = |set: &Arc<dyn Dataset>| {
+            let set = Arc::clone(set);
+            (0..set.len()).map(move |index| set.get(index).unwrap())
+        };
+        let all: Vec<_> = apart(&first).chain(apart(&second)).collect();
+        let found: Vec<_> = (0..joined.len())
+            .map(|index| joined.get(index).unwrap())
+            .collect();
+        assert_eq!(found, all);
+    }
+}

@@ -1,0 +1,195 @@
+//! Observers of a run, and what they may ask of it.
+
+use super::{Breakdown, EvaluationMetrics, MerakTrainer, Rollback, StepProfile, StepReport};
+use crate::{error::Result, folder::RunFolder};
+use merak_mpu::{Group, ReduceOp};
+use std::{
+    path::Path,
+    sync::{Arc, atomic::Ordering},
+};
+
+/// What a callback asks of the run. Any rank may ask: the ranks agree on it before they act, so a
+/// callback may live on one rank alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TrainerControl {
+    /// Ends training behind this step, as the last step would.
+    pub should_training_stop: bool,
+    /// Saves a checkpoint of this step; without effect where the arguments ask for no checkpoints.
+    pub should_save: bool,
+    /// Evaluates after this step; without effect where there is nothing to evaluate.
+    pub should_evaluate: bool,
+    /// Makes a record of this step ([`Callback::on_log`]).
+    pub should_log: bool,
+}
+
+impl TrainerControl {
+    const LEN: usize = 4;
+
+    fn bits(self) -> [i64; Self::LEN] {
+        let Self {
+            should_training_stop,
+            should_save,
+            should_evaluate,
+            should_log,
+        } = self;
+        [
+            should_training_stop,
+            should_save,
+            should_evaluate,
+            should_log,
+        ]
+        .map(i64::from)
+    }
+
+    fn from_bits(bits: [i64; Self::LEN]) -> Self {
+        let [
+            should_training_stop,
+            should_save,
+            should_evaluate,
+            should_log,
+        ] = bits.map(|bit| bit != 0);
+        Self {
+            should_training_stop,
+            should_save,
+            should_evaluate,
+            should_log,
+        }
+    }
+}
+
+/// Observes a run on the rank that holds it, and may act on it through a [`TrainerControl`]. Every
+/// method is optional.
+pub trait Callback: Send {
+    /// An optimizer step ended.
+    fn on_step(&mut self, report: &StepReport, control: &mut TrainerControl) {
+        let _ = (report, control);
+    }
+
+    /// A callback asked for a record of the step that ended.
+    fn on_log(&mut self, report: &StepReport) {
+        let _ = report;
+    }
+
+    /// Training went back to an earlier checkpoint.
+    fn on_rollback(&mut self, rollback: &Rollback) {
+        let _ = rollback;
+    }
+
+    /// `done` of the `total` iterations of an evaluation are done: 0 at its start, `total` at its
+    /// end.
+    fn on_evaluation_step(&mut self, done: usize, total: usize) {
+        let _ = (done, total);
+    }
+
+    /// An evaluation ended.
+    fn on_evaluate(&mut self, metrics: &EvaluationMetrics, control: &mut TrainerControl) {
+        let _ = (metrics, control);
+    }
+
+    /// A checkpoint of this step begins to be written.
+    fn on_save_start(&mut self, step: usize) {
+        let _ = step;
+    }
+
+    /// The times of each rank's instructions, with `wall_clock_breakdown` after each logged step,
+    /// on the first rank.
+    fn on_breakdown(&mut self, breakdown: &Breakdown) {
+        let _ = breakdown;
+    }
+
+    /// What the ranks ran in the steps of `profile_start_step`, on the first rank.
+    fn on_profile(&mut self, profile: &StepProfile) {
+        let _ = profile;
+    }
+
+    /// A checkpoint was written.
+    fn on_save(&mut self, path: &Path, control: &mut TrainerControl) {
+        let _ = (path, control);
+    }
+}
+
+impl Callback for Arc<RunFolder> {
+    fn on_step(&mut self, _: &StepReport, _: &mut TrainerControl) {
+        self.renew();
+    }
+
+    fn on_save(&mut self, _: &Path, _: &mut TrainerControl) {
+        self.drop_replaced();
+    }
+}
+
+/// Why training ends before its last step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stop {
+    /// The lowest rank that got the signal, which wins over other reasons.
+    Signal { signal: i64, rank: usize },
+    /// A callback asked for it.
+    Asked,
+}
+
+/// Agrees on a signal (0 for none) and on requests: what one rank asks for, all do.
+///
+/// # Communication
+/// An all-reduce of 40 bytes.
+fn agree(
+    world: &Group,
+    signal: i64,
+    control: TrainerControl,
+) -> Result<(Option<Stop>, TrainerControl)> {
+    // One number for both: the larger signal first, then the lower rank.
+    let number = |ranks| i64::try_from(ranks).expect("a world has fewer ranks");
+    let size = number(world.world_size());
+    let place = size - 1 - number(world.rank());
+    let own = if signal == 0 {
+        0
+    } else {
+        signal * size + place
+    };
+    let [stop, save, evaluate, log] = control.bits();
+    let own = vec![own, stop, save, evaluate, log];
+    let agreed = world.all_reduce_vec(own, ReduceOp::Max)?;
+    let control = TrainerControl::from_bits([agreed[1], agreed[2], agreed[3], agreed[4]]);
+    let signal = (agreed[0] != 0).then(|| Stop::Signal {
+        signal: agreed[0].div_euclid(size),
+        rank: (size - 1 - agreed[0].rem_euclid(size)) as usize,
+    });
+    let asked = control.should_training_stop.then_some(Stop::Asked);
+    Ok((signal.or(asked), control))
+}
+
+impl MerakTrainer {
+    /// Tells every callback of this rank of an event. What they ask for is kept until the ranks
+    /// agree.
+    pub(super) fn tell(&mut self, event: impl Fn(&mut dyn Callback, &mut TrainerControl)) {
+        for callback in &mut self.parts.callbacks {
+            event(&mut **callback, &mut self.control);
+        }
+    }
+
+    /// Whether training ends, by the signals and the requests that any rank has seen. The requests
+    /// of all ranks then stand in `control`, from where they are taken as they are met; one to stop
+    /// stays.
+    ///
+    /// # Communication
+    /// An all-reduce of 40 bytes over the world.
+    pub(super) fn agree(&mut self) -> Result<Option<Stop>> {
+        let signal = self.parts.stop.load(Ordering::Relaxed);
+        let (stop, control) = agree(self.stages.mpu.world_group(), signal, self.control)?;
+        self.control = control;
+        Ok(stop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_request_has_a_bit_of_its_own() {
+        for place in 0..TrainerControl::LEN {
+            let mut bits = [0; TrainerControl::LEN];
+            bits[place] = 1;
+            assert_eq!(TrainerControl::from_bits(bits).bits(), bits);
+        }
+    }
+}

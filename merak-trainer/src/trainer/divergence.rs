@@ -1,0 +1,254 @@
+//! The guard against divergence: back to the last checkpoint, and past the data that led away.
+
+use super::{MerakTrainer, StepReport};
+use crate::{
+    config::CheckedArguments,
+    error::{Error, Result, StepPart},
+};
+use merak_ckpt::Store;
+use serde::{Deserialize, Serialize};
+use std::{collections::VecDeque, fmt, path::PathBuf};
+
+/// Why a run went back.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Divergence {
+    /// The loss of a step is not finite.
+    NotFinite,
+    /// The loss of a step exceeds the median of the steps before it by too large a factor.
+    Spike {
+        /// The median.
+        median: f64,
+    },
+    /// As many steps were skipped as `max_skipped_steps` allows.
+    Skipped,
+}
+
+impl fmt::Display for Divergence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotFinite => f.write_str("the loss is not finite"),
+            Self::Spike { median } => {
+                write!(
+                    f,
+                    "the loss is far above the median of {median:.4} before it"
+                )
+            }
+            Self::Skipped => f.write_str("too many steps were skipped"),
+        }
+    }
+}
+
+/// A return to an earlier step, the same on every rank.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rollback {
+    /// The step that diverged.
+    pub step: usize,
+    /// Its loss.
+    pub loss: f64,
+    /// What was wrong with it.
+    pub cause: Divergence,
+    /// The step of the checkpoint that training goes on from, with the data behind those of the
+    /// step that diverged.
+    pub to_step: usize,
+}
+
+/// The losses that a step's loss is compared with.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub(super) struct RecentLosses(VecDeque<f64>);
+
+/// Watches the losses, which are the same on every rank, and so are its decisions.
+#[derive(Debug, Clone)]
+pub(super) struct DivergenceGuard {
+    window: usize,
+    factor: f64,
+    most: usize,
+    pub(super) recent: RecentLosses,
+    /// The step gone back to last, and how often in a row.
+    last: Option<(usize, usize)>,
+}
+
+impl DivergenceGuard {
+    /// As the arguments say; `None` without `divergence_guard`.
+    pub(super) fn of(args: &CheckedArguments) -> Option<Self> {
+        args.divergence_guard.then(|| Self {
+            window: args.divergence_window,
+            factor: args.divergence_factor,
+            most: args.divergence_max_rollbacks,
+            recent: RecentLosses::default(),
+            last: None,
+        })
+    }
+
+    /// What is wrong with a step's loss; a loss with which nothing is wrong joins the window. A
+    /// skipped step changed no weight and is not judged.
+    fn judge(&mut self, report: &StepReport) -> Option<Divergence> {
+        if report.skipped.is_some() {
+            return None;
+        }
+        if !report.loss.is_finite() {
+            return Some(Divergence::NotFinite);
+        }
+        let recent = &mut self.recent.0;
+        if recent.len() == self.window {
+            let median = median(recent);
+            if report.loss > self.factor * median {
+                return Some(Divergence::Spike { median });
+            }
+            recent.pop_front();
+        }
+        recent.push_back(report.loss);
+        None
+    }
+
+    /// Counts a return to a step; says whether there were too many to the same one.
+    fn is_worn(&mut self, to_step: usize) -> bool {
+        let before = self.last.filter(|(step, _)| *step == to_step);
+        let times = before.map_or(0, |(_, times)| times) + 1;
+        self.last = Some((to_step, times));
+        times > self.most
+    }
+}
+
+/// The middle of the sorted numbers, the lower one of two.
+fn median(numbers: &VecDeque<f64>) -> f64 {
+    let mut sorted: Vec<_> = numbers.iter().copied().collect();
+    sorted.sort_unstable_by(f64::total_cmp);
+    sorted[(sorted.len() - 1) / 2]
+}
+
+impl MerakTrainer {
+    /// Goes back to the last checkpoint if the step diverged; says whether it did. `limit` is the
+    /// outcome of the limit of skipped steps, an error that the guard takes up.
+    pub(super) fn guard(&mut self, report: &StepReport, limit: Result<()>) -> Result<bool> {
+        let Some(guard) = &mut self.divergence else {
+            return limit.map(|()| false);
+        };
+        let cause = match limit {
+            Ok(()) => guard.judge(report),
+            Err(Error::SkippedSteps { .. }) => Some(Divergence::Skipped),
+            Err(other) => return Err(other),
+        };
+        let Some(cause) = cause else {
+            return Ok(false);
+        };
+        self.within(StepPart::Train, report.step, |trainer| {
+            trainer.roll_back(report, cause)
+        })?;
+        Ok(true)
+    }
+
+    fn roll_back(&mut self, report: &StepReport, cause: Divergence) -> Result<()> {
+        self.finish_save()?;
+        let diverged = |reason: &str| Error::Diverged {
+            step: report.step,
+            loss: report.loss,
+            cause: cause.to_string(),
+            reason: reason.to_owned(),
+        };
+        let Some((to_step, path)) = self.last_checkpoint()? else {
+            return Err(diverged("there is no checkpoint to go back to"));
+        };
+        let guard = self.divergence.as_mut();
+        if guard.is_some_and(|guard| guard.is_worn(to_step)) {
+            return Err(diverged(&format!(
+                "training went back to step {to_step} \"divergence_max_rollbacks\" times"
+            )));
+        }
+        let position = self.progress.position();
+        let resuming = self.args.resuming();
+        let own = std::mem::replace(&mut self.args, resuming);
+        let loaded = self.load_checkpoint(&path);
+        self.args = own;
+        loaded?;
+        if let Some(order) = &mut self.progress.course.order {
+            order.resume(to_step, position);
+        }
+        let rollback = Rollback {
+            step: report.step,
+            loss: report.loss,
+            cause,
+            to_step,
+        };
+        if self.stages.mpu.is_rank_0() {
+            tracing::warn!(
+                step = rollback.step,
+                loss = rollback.loss,
+                to_step,
+                "{}: training goes back to its last checkpoint, and on behind these data",
+                rollback.cause
+            );
+        }
+        self.rollbacks += 1;
+        self.tell(|callback, _| callback.on_rollback(&rollback));
+        Ok(())
+    }
+
+    /// The step and the folder of the last checkpoint of this run, or of the one that it goes on
+    /// from.
+    fn last_checkpoint(&self) -> Result<Option<(usize, PathBuf)>> {
+        if let Some(step) = self.saving.last_step {
+            let store = Store::in_output_dir(self.args.run_folder()?);
+            return Ok(Some((step, store.path_of(step as u64))));
+        }
+        let from = self.resumed_from.as_ref().filter(|_| !self.args.finetune);
+        Ok(from.map(|from| (from.global_step, from.path.clone())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn report(loss: f64, skipped: bool) -> StepReport {
+        StepReport {
+            step: 1,
+            loss,
+            grad_norm: 1.0,
+            lr: 0.1,
+            loss_scale: None,
+            tokens: 1,
+            skipped: skipped.then(|| "w".to_owned()),
+            time: Duration::ZERO,
+        }
+    }
+
+    #[test]
+    fn a_loss_is_compared_with_the_median_of_a_full_window() {
+        let mut guard = DivergenceGuard {
+            window: 3,
+            factor: 2.0,
+            most: 1,
+            recent: RecentLosses::default(),
+            last: None,
+        };
+        for loss in [1.0, 9.0, 1.5] {
+            assert_eq!(guard.judge(&report(loss, false)), None, "the window fills");
+        }
+        let spike = guard.judge(&report(3.1, false));
+        assert_eq!(spike, Some(Divergence::Spike { median: 1.5 }));
+        assert_eq!(
+            guard.judge(&report(3.0, false)),
+            None,
+            "not above twice 1.5"
+        );
+        assert_eq!(guard.judge(&report(f64::NAN, true)), None, "it was skipped");
+        let not_finite = guard.judge(&report(f64::NAN, false));
+        assert_eq!(not_finite, Some(Divergence::NotFinite));
+        assert_eq!(guard.recent.0, [9.0, 1.5, 3.0]);
+    }
+
+    #[test]
+    fn returns_to_the_same_step_are_counted() {
+        let mut guard = DivergenceGuard {
+            window: 3,
+            factor: 2.0,
+            most: 2,
+            recent: RecentLosses::default(),
+            last: None,
+        };
+        let worn: Vec<_> = [5, 5, 9, 9, 9].map(|step| guard.is_worn(step)).into();
+        assert_eq!(worn, [false, false, false, false, true]);
+    }
+}
