@@ -52,8 +52,8 @@ pub fn world_within<T: Send>(
     }
 }
 
-/// [`world`] of the same process whose ranks are connected as processes of one host are: by sockets,
-/// and by shared memory where the system has it.
+/// [`world`] of the same process whose ranks are connected as processes of one host are: by
+/// sockets, and by shared memory where the system has it.
 ///
 /// # Panics
 /// As [`world`], and when the system gives no socket.

@@ -73,7 +73,8 @@ impl Program {
     /// Runs the part of a rank, and returns the bytes of its results by step.
     ///
     /// All ranks start the steps in one order. After any start a rank may wait for any step that it
-    /// has started: a rank that is waited for waits for earlier steps alone, so none waits for ever.
+    /// has started. A rank that is waited for waits for earlier steps alone, so none waits for
+    /// ever.
     pub(crate) fn results(&self, member: &Member) -> Vec<Vec<u8>> {
         let mut work: Vec<Work> = Vec::new();
         let mut waits = self.waits.iter().cycle().skip(member.rank().0);

@@ -129,9 +129,9 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// The ranks of this process in a world of `ranks` ranks that exchange memory of the host, and their
-/// engine: all of them where it was started alone, else the one that the launcher says. Without a
-/// `kind` the environment says which engine.
+/// The ranks of this process in a world of `ranks` ranks that exchange memory of the host, and
+/// their engine: all of them where it was started alone, else the one that the launcher says.
+/// Without a `kind` the environment says which engine.
 ///
 /// # Errors
 /// As [`join`]; for an engine that does not move memory of the host, and for one whose ranks are
