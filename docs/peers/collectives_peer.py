@@ -4,7 +4,8 @@
     python docs/peers/collectives_peer.py target/release/examples/time-collectives
 
 Needs torch. Each round runs merak's processes, merak's threads and gloo's processes once; a ratio
-is the median over the rounds of gloo's time by merak's of the same round.
+is the median over the rounds of gloo's time by merak's of the same round. With `sockets` behind the
+program, merak's processes share no memory, as those of several hosts.
 """
 
 import statistics
@@ -70,19 +71,20 @@ def lines(command, *others):
     return {(name, int(size)): float(seconds) for name, size, seconds in words}
 
 
-def main(program):
+def main(program, engine="tcp"):
     rounds = []
     for number in range(ROUNDS):
         peer = [sys.executable, __file__, "--gloo"]
         port = str(PORT + number)
         rounds.append(
             (
-                lines([program, "tcp"]),
+                lines([program, engine]),
                 lines([program, "threads"]),
                 lines([*peer, "0", port], [*peer, "1", port]),
             )
         )
-    print("| operation | size | gloo | tcp | ratio | threads | ratio |\n|---|---|---|---|---|---|---|")
+    print(f"| operation | size | gloo | {engine} | ratio | threads | ratio |")
+    print("|---|---|---|---|---|---|---|")
     for key in sorted(rounds[0][0]):
         tcp, threads, peer = ([one[column][key] for one in rounds] for column in range(3))
         cells = [f"{key[0]}", f"{key[1] >> 10} KiB", f"{statistics.median(peer) * 1e6:.0f} us"]
@@ -96,4 +98,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "--gloo":
         gloo(int(sys.argv[2]), int(sys.argv[3]))
     else:
-        main(sys.argv[1])
+        main(*sys.argv[1:])

@@ -3,14 +3,15 @@
 //!
 //! ```text
 //! cargo run --release -p merak-mpu --example time-collectives -- tcp 4
+//! cargo run --release -p merak-mpu --example time-collectives -- sockets
 //! cargo build --release -p merak-mpu --features mpi --example time-collectives
 //! mpirun -n 2 target/release/examples/time-collectives mpi
 //! ```
 //!
 //! prints one line for each operation and size: its name, bytes and seconds, where the seconds are
 //! the median of some batches of operations that follow each other without a pause. A message is
-//! timed there and back, and half of it counts. `docs/peers/collectives_peer.py` runs this beside
-//! gloo.
+//! timed there and back, and half of it counts. Under `sockets` processes share no memory, as those
+//! of several hosts. `docs/peers/collectives_peer.py` runs this beside gloo.
 #![expect(clippy::print_stdout, reason = "an example reports on standard output")]
 
 use merak_mpu::{Group, Member, Message, Packet, ReduceOp, Result, run_members, tcp, threads};
@@ -19,6 +20,9 @@ use std::time::Duration;
 use std::{env, error::Error, process::Command, time::Instant};
 
 const PORT: u16 = 29_700;
+
+/// The engine tcp without shared memory.
+const SOCKETS: &str = "sockets";
 
 /// Batches of each operation and size.
 const BATCHES: usize = 7;
@@ -32,18 +36,21 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let (engine, ranks) = match words[..] {
         [engine] => (engine, 2),
         [engine, ranks] => (engine, ranks.parse()?),
-        ["rank", rank, ranks] => return Ok(measure(&join(rank.parse()?, ranks.parse()?)?)?),
-        _ => return Err("choose tcp or threads, and how many ranks".into()),
+        ["rank", engine, rank, ranks] => {
+            return Ok(measure(&join(engine, rank.parse()?, ranks.parse()?)?)?);
+        }
+        _ => return Err("choose tcp, sockets or threads, and how many ranks".into()),
     };
     match engine {
-        "tcp" => {
+        "tcp" | SOCKETS => {
             let own = env::current_exe()?;
             let start = |rank: usize| {
                 let [rank, ranks] = [rank, ranks].map(|number| number.to_string());
-                Command::new(&own).args(["rank", &rank, &ranks]).spawn()
+                let words = ["rank", engine, &rank, &ranks];
+                Command::new(&own).args(words).spawn()
             };
             let others: Vec<_> = (1..ranks).map(start).collect();
-            measure(&join(0, ranks)?)?;
+            measure(&join(engine, 0, ranks)?)?;
             for other in others {
                 other?.wait()?;
             }
@@ -59,13 +66,16 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             let member = launch.join(merak_mpu::ChosenEngine::Mpi, Duration::from_mins(1))?;
             measure(&member)?;
         }
-        _ => return Err("choose tcp, threads or, in builds with it, mpi".into()),
+        _ => return Err("choose tcp, sockets, threads or, in builds with it, mpi".into()),
     }
     Ok(())
 }
 
-fn join(rank: usize, ranks: usize) -> Result<Member> {
-    tcp::join(&tcp::JoinOptions::new(rank, ranks, "127.0.0.1", PORT))
+fn join(engine: &str, rank: usize, ranks: usize) -> Result<Member> {
+    tcp::join(&tcp::JoinOptions {
+        shared_memory: engine != SOCKETS,
+        ..tcp::JoinOptions::new(rank, ranks, "127.0.0.1", PORT)
+    })
 }
 
 fn measure(member: &Member) -> Result<()> {

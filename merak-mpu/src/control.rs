@@ -178,7 +178,7 @@ impl Control {
         }
     }
 
-    /// The error of a poisoned world. Where a rank was lost, it names what this one does.
+    /// The error of a poisoned world. Where another rank is to blame, it names what this one does.
     pub(crate) fn explain(&self, doing: Option<&dyn fmt::Display>) -> Error {
         let Some(Verdict { failure, lost, .. }) = self.state.settled() else {
             return Error::Aborted {
@@ -187,7 +187,9 @@ impl Control {
             };
         };
         let reason = match doing {
-            Some(doing) if *lost => format!("{} ({doing})", failure.reason),
+            Some(doing) if *lost || failure.culprit != self.state.rank => {
+                format!("{} ({doing})", failure.reason)
+            }
             _ => failure.reason.clone(),
         };
         Error::Aborted {

@@ -52,13 +52,33 @@ pub fn world_within<T: Send>(
     }
 }
 
-/// [`world`] of the same process whose ranks are connected by sockets.
+/// [`world`] of the same process whose ranks are connected as processes of one host are: by
+/// sockets, and by shared memory where the system has it.
 ///
 /// # Panics
 /// As [`world`], and when the system gives no socket.
 #[cfg(unix)]
 pub fn tcp_world<T: Send>(n: usize, body: impl Fn(Member) -> T + Sync) -> Vec<T> {
-    let members = match crate::tcp::world(n, DEADLINE) {
+    connected(n, true, body)
+}
+
+/// [`tcp_world`] whose ranks share no memory, as those of several hosts.
+///
+/// # Panics
+/// As [`tcp_world`].
+#[cfg(unix)]
+pub fn sockets_world<T: Send>(n: usize, body: impl Fn(Member) -> T + Sync) -> Vec<T> {
+    connected(n, false, body)
+}
+
+#[cfg(unix)]
+fn connected<T: Send>(n: usize, shared_memory: bool, body: impl Fn(Member) -> T + Sync) -> Vec<T> {
+    use crate::tcp::JoinOptions;
+    let options = JoinOptions {
+        shared_memory,
+        ..JoinOptions::new(0, n, "127.0.0.1", 0).with_timeout(DEADLINE)
+    };
+    let members = match crate::tcp::world_of(&options) {
         Ok(members) => members,
         Err(error) => panic!("{error}"),
     };

@@ -11,9 +11,17 @@
 #![expect(clippy::print_stdout, reason = "ranks report on standard output")]
 #![expect(clippy::panic, reason = "a test reports by panicking")]
 
+#[path = "it/program.rs"]
+mod program;
+
 use merak_mpu::{
     Error, Launch, Member, Packet, Rank, ReduceOp, Result, mpi, run_members,
-    testing::suite::CHECKS, threads,
+    testing::{suite::CHECKS, world},
+    threads,
+};
+use proptest::{
+    strategy::{Strategy, ValueTree},
+    test_runner::{Config, RngAlgorithm, TestRng, TestRunner},
 };
 use rustix::process::{Pid, Signal, getpid, kill_process, test_kill_process};
 use std::{
@@ -119,6 +127,7 @@ fn play(scenario: &str, member: &Member) -> Result<()> {
             }
             sums_have_the_bits_of_threads(member)?;
         }
+        "programs" => programs_have_the_bits_of_threads(member),
         "uneven" => ends_at_different_times(member)?,
         _ => fail(scenario, member)?,
     }
@@ -173,6 +182,21 @@ fn sums_have_the_bits_of_threads(member: &Member) -> Result<()> {
         assert!(own == there.expect("threads do not fail")[world.rank()]);
     }
     Ok(())
+}
+
+/// Programs of collectives and messages, the same on all ranks, which threads of each run too.
+fn programs_have_the_bits_of_threads(member: &Member) {
+    const PROGRAMS: usize = 24;
+    let ranks = member.world_size();
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[ranks as u8; 32]);
+    let mut runner = TestRunner::new_with_rng(Config::default(), rng);
+    for number in 0..PROGRAMS {
+        let tree = program::programs(ranks..=ranks).new_tree(&mut runner);
+        let program = tree.expect("nothing is rejected").current();
+        let own = program.results(member);
+        let threads = world(ranks, |member| program.results(&member));
+        assert!(own == threads[member.rank().0], "{number}: {program:?}");
+    }
 }
 
 /// A rank that has ended waits for those that have not, and answers them.
@@ -371,10 +395,14 @@ fn run_all() {
     for n in [1, 2, 4, 5] {
         succeeds(n, "suite");
     }
+    for n in [2, 3, 5] {
+        succeeds(n, "programs");
+    }
     succeeds(3, "slots");
     succeeds(4, "uneven");
-    fails("abort", 7, &["rank 1 failed: disk full"]);
-    fails("panic", 7, &["rank 1 failed: panicked"]);
+    let sum = " all_reduce ";
+    fails("abort", 7, &["rank 1 failed: disk full", sum]);
+    fails("panic", 7, &["rank 1 failed: panicked", sum]);
     let right = "all_reduce(sum) of 30000 f32";
     let differs = "operation 3 of group world [0, 1, 2, 3] differs";
     let wrong = "rank 1 called all_reduce(sum) of 7 f32";

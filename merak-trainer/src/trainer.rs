@@ -84,9 +84,6 @@ pub struct TrainerParts {
     pub compute_metrics: Option<ComputeMetrics>,
     /// Observers of the run.
     pub callbacks: Vec<Box<dyn Callback>>,
-    /// Start of timelines, so that those of several ranks have one axis; if unset, the start of
-    /// each step.
-    pub epoch: Option<Instant>,
 }
 
 impl fmt::Debug for TrainerParts {
@@ -196,7 +193,7 @@ impl MerakTrainer {
             Self::check_metric(&plan, args)?;
         }
         let mpu = Arc::new(tie(mpu, &plan)?);
-        let (engine, link) = pipeline(&plan, &mpu, args, parts.epoch)?;
+        let (engine, link) = pipeline(&plan, &mpu, args)?;
         let progress = RunProgress::new(Course::new(args, &parts)?);
         let mut trainer = Self {
             args: args.clone(),
@@ -334,7 +331,8 @@ impl MerakTrainer {
         self.progress.course.total_steps
     }
 
-    /// What this rank ran in its last step or generation, and when, in seconds since its start.
+    /// What this rank ran in its last step or generation, and when, in seconds since the moment of
+    /// [`Member::epoch`](merak_mpu::Member::epoch), which all ranks share.
     pub fn timeline(&self) -> &[Span] {
         &self.records.timeline
     }
@@ -623,12 +621,9 @@ fn pipeline(
     plan: &Plan,
     mpu: &Mpu,
     args: &CheckedArguments,
-    epoch: Option<Instant>,
 ) -> Result<(PipelineEngine, GroupLink)> {
-    let mut engine = PipelineEngine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
-    if let Some(epoch) = epoch {
-        engine = engine.with_epoch(epoch);
-    }
+    let engine = PipelineEngine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
+    let engine = engine.with_epoch(mpu.member().epoch());
     Ok((engine, link(mpu, args, turns(mpu, args))))
 }
 

@@ -163,6 +163,24 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_names_are_tried_in_their_order_and_the_first_that_is_there_counts() {
+        assert_eq!(NAMES, ["libnccl.so.2", "libnccl.so"]);
+        let missing = ["libnone-of-ours.so.2", "libnone-of-ours.so"];
+        let Err(Error::NoLibrary { library, tried }) = Loaded::open("NCCL", None, &missing) else {
+            unreachable!("no system has libraries of these names");
+        };
+        assert_eq!((library, tried.len()), ("NCCL", 2));
+        for (said, name) in tried.iter().zip(missing) {
+            assert!(said.starts_with(&format!("{name}: ")), "{said}");
+        }
+        let found = Loaded::open("libc", None, &[missing[0], "libc.so.6", "libm.so.6"]).unwrap();
+        assert_eq!(found.path, "libc.so.6");
+        // A path that is given is the only one that is tried.
+        let given = Loaded::open("libc", Some(missing[1].as_ref()), &["libc.so.6"]);
+        assert!(matches!(given, Err(Error::NoLibrary { tried, .. }) if tried.len() == 1));
+    }
+
+    #[test]
     fn versions_are_written_with_points() {
         assert_eq!(dotted(2804), "2.8.4");
         assert_eq!(dotted(LEAST), "2.18.0");

@@ -316,14 +316,13 @@ fn a_call_that_fails_ends_every_rank_and_aborts_every_communicator() {
     let mut heard = heard.into_inner().unwrap();
     heard.sort();
     let said = "ncclSend failed: unhandled cuda error";
-    assert_eq!(
-        heard,
-        [
-            (0, format!("rank 1 failed: {said}")),
-            (1, said.to_owned()),
-            (2, format!("rank 1 failed: {said}"))
-        ]
-    );
+    let others = format!("rank 1 failed: {said}");
+    assert_eq!(heard.len(), 3);
+    for (rank, heard) in heard {
+        // The others may say what they do meanwhile.
+        let expected = if rank == 1 { said } else { &others };
+        assert!(heard.starts_with(expected), "rank {rank}: {heard}");
+    }
     for fake in fakes {
         assert_eq!(
             lock(&fake.log).last().unwrap_or(&String::new()),
@@ -388,6 +387,9 @@ fn a_library_that_is_none_of_nccl_is_a_clear_error() {
 /// The variable that names a library for these tests.
 const LIBRARY: &str = "MERAK_TEST_NCCL";
 
+/// The version that `.ci/run` tests with: 2.32.3, which names communicators without a driver.
+const PINNED: i32 = 23_203;
+
 /// The library to test with; none where this machine has none.
 fn real() -> Option<PathBuf> {
     #[expect(clippy::disallowed_methods, reason = "says where a test's library is")]
@@ -405,13 +407,13 @@ fn the_real_library_tells_its_version_and_names_communicators() {
     assert!(nccl.version >= LEAST, "{nccl:?}");
     let found = Library::find(Some(&path)).unwrap();
     assert_eq!(found.path, path.to_string_lossy());
-    match (nccl.unique_id(), nccl.unique_id()) {
-        (Ok(one), Ok(other)) => assert_ne!(one, other),
-        // Newer libraries ask the driver first.
-        (Err(error), _) | (_, Err(error)) => {
-            assert!(Device::count().is_err(), "{error}");
-            eprintln!("{nccl:?} names no communicator here: {error}");
-        }
+    // Without a driver too; another version may ask the driver first.
+    if nccl.version == PINNED || Device::count().is_ok() {
+        assert_ne!(nccl.unique_id().unwrap(), nccl.unique_id().unwrap());
+    } else if let Err(error) = nccl.unique_id() {
+        let told = error.to_string();
+        assert!(told.contains("ncclGetUniqueId"), "{told}");
+        eprintln!("{nccl:?} names no communicator without a driver: {told}");
     }
 }
 

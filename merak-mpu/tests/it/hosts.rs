@@ -13,9 +13,8 @@ fn start(scenario: &str, command: impl Fn(usize, &Path) -> Command) -> Ranks {
 
 #[test]
 fn processes_know_their_hosts_and_sum_over_the_cable() {
-    let hosts = match TwoHosts::new() {
-        Ok(hosts) => hosts,
-        Err(reason) => return println!("skipped: {reason}"),
+    let Some(hosts) = TwoHosts::or_skipped() else {
+        return;
     };
     let ranks = start("where", |rank, own| hosts.command(HOSTS[rank], own));
     let expected = HOSTS.into_iter().enumerate().map(|(rank, host)| {
@@ -27,9 +26,8 @@ fn processes_know_their_hosts_and_sum_over_the_cable() {
 
 #[test]
 fn hosts_that_cannot_be_told_apart_use_sockets_where_memory_is_out_of_reach() {
-    let hosts = match TwoHosts::new() {
-        Ok(hosts) => hosts,
-        Err(reason) => return println!("skipped: {reason}"),
+    let Some(hosts) = TwoHosts::or_skipped() else {
+        return;
     };
     // Without /proc nothing tells the namespaces of one machine apart.
     let hide = "mount -t tmpfs none /proc && exec \"$@\"";
@@ -48,9 +46,8 @@ fn hosts_that_cannot_be_told_apart_use_sockets_where_memory_is_out_of_reach() {
 
 #[test]
 fn a_cut_cable_ends_both_sides_and_each_names_who_is_out_of_reach() {
-    let hosts = match TwoHosts::new() {
-        Ok(hosts) => hosts,
-        Err(reason) => return println!("skipped: {reason}"),
+    let Some(hosts) = TwoHosts::or_skipped() else {
+        return;
     };
     let mut ranks = start("cut", |rank, own| hosts.command(HOSTS[rank], own));
     ranks.wait_for_sums();

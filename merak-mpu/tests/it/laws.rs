@@ -1,8 +1,10 @@
+#[cfg(unix)]
+use crate::program::programs;
 use half::{bf16, f16};
 #[cfg(unix)]
-use merak_mpu::testing::tcp_world;
+use merak_mpu::testing::{sockets_world, tcp_world};
 use merak_mpu::{
-    Buffer, Communicator, DType, Element, Member, Packet, Rank, ReduceOp, into_vec, testing::world,
+    Buffer, Communicator, Element, Member, Packet, ReduceOp, into_vec, testing::world,
 };
 use proptest::prelude::*;
 
@@ -74,121 +76,17 @@ fn check_reductions<T: Element>(rows: &[Vec<T>], op: ReduceOp, folded: &[T]) {
     });
 }
 
-/// One step of a program that all members of a group run.
-#[derive(Debug, Clone)]
-struct Step {
-    /// Bit `r` is set where rank `r` takes part.
-    members: usize,
-    kind: usize,
-    dtype: DType,
-    op: ReduceOp,
-    len: usize,
-}
-
-fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let len = prop_oneof![Just(0), Just(1), 1..50_usize, 5_000..30_000_usize];
-    let dtype = prop::sample::select(DType::ALL.as_slice());
-    let step = (1..16_usize, 0..8_usize, dtype, ops(), len);
-    let step = step.prop_map(|(members, kind, dtype, op, len)| Step {
-        members,
-        kind,
-        dtype,
-        op,
-        len,
-    });
-    prop::collection::vec(step, 1..8)
-}
-
-/// Starts all steps that this rank takes part in, waits for them in another order, and returns the
-/// bytes of the results.
-fn results_of(steps: &[Step], member: &Member) -> Vec<Vec<u8>> {
-    let mut started = Vec::new();
-    for (number, step) in steps.iter().enumerate() {
-        let members: Vec<_> = (0..4)
-            .filter(|rank| step.members >> rank & 1 == 1)
-            .map(Rank)
-            .collect();
-        if !members.contains(&member.rank()) {
-            continue;
-        }
-        let group = member.group("some", &members).expect("the members ascend");
-        let (n, rank) = (group.world_size(), group.rank());
-        let whole = step.len * if matches!(step.kind, 1 | 6) { n } else { 1 };
-        let mut buffer = merak_mpu::zeros(step.dtype, whole);
-        fill(&mut *buffer, member.rank().0 * 31 + number);
-        let pending = match step.kind {
-            0 => group.start_all_reduce(buffer, step.op),
-            1 => group.start_reduce_scatter(buffer, step.op),
-            2 => group.start_all_gather(buffer),
-            3 => group.start_gather(buffer, n - 1),
-            4 => group.start_broadcast(buffer, n / 2),
-            5 => {
-                let lengths = (0..n).map(|from| if from == n - 1 { step.len } else { 0 });
-                let lengths: Vec<_> = lengths.collect();
-                let own = if rank == n - 1 { step.len } else { 0 };
-                let mut part = merak_mpu::zeros(step.dtype, own);
-                fill(&mut *part, number);
-                group.start_all_gather_parts(part, lengths)
-            }
-            6 => group.start_all_to_all(buffer),
-            _ => {
-                let lengths: Vec<_> = (0..n).map(|to| (to * 7 + step.len) % 11).collect();
-                let own = lengths.iter().sum();
-                let mut parts = merak_mpu::zeros(step.dtype, own);
-                fill(&mut *parts, member.rank().0 + number);
-                group.start_all_to_all_parts(parts, lengths.repeat(n))
-            }
-        };
-        started.push(pending.expect("the world is healthy"));
-    }
-    if member.rank().0.is_multiple_of(2) {
-        started.reverse();
-    }
-    let mut results: Vec<_> = started
-        .into_iter()
-        .map(|pending| {
-            let buffer = pending.wait().expect("all members have started it");
-            let mut out = Vec::new();
-            buffer.read(&mut |bytes| out = bytes.to_vec());
-            out
-        })
-        .collect();
-    if member.rank().0.is_multiple_of(2) {
-        results.reverse();
-    }
-    results
-}
-
-/// Fills a buffer with small numbers whose sums depend on the order of the terms.
-fn fill(buffer: &mut dyn Buffer, seed: usize) {
-    let value = |index: usize| ((index * 7 + seed) % 97) as f32 * 0.37 + 1.0;
-    let dtype = buffer.dtype();
-    buffer.write(&mut |bytes| {
-        let elements = bytes.chunks_exact_mut(dtype.size_bytes()).enumerate();
-        for (index, element) in elements {
-            let x = value(index);
-            match dtype {
-                DType::F64 => element.copy_from_slice(&f64::from(x).to_le_bytes()),
-                DType::F32 => element.copy_from_slice(&x.to_le_bytes()),
-                DType::BF16 => element.copy_from_slice(&bf16::from_f32(x).to_le_bytes()),
-                DType::F16 => element.copy_from_slice(&f16::from_f32(x).to_le_bytes()),
-                DType::I64 => element.copy_from_slice(&(x as i64).to_le_bytes()),
-                DType::U32 => element.copy_from_slice(&(x as u32).to_le_bytes()),
-                DType::U8 => element.copy_from_slice(&[x as u8]),
-            }
-        }
-    });
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[cfg(unix)]
     #[test]
-    fn any_program_of_collectives_gives_equal_bits_on_every_engine(steps in steps()) {
-        let threads = world(4, |member| results_of(&steps, &member));
-        let processes = tcp_world(4, |member| results_of(&steps, &member));
-        prop_assert!(threads == processes);
+    fn any_program_of_calls_gives_equal_bits_on_every_engine(program in programs(1..=5)) {
+        let threads = world(program.ranks, |member| program.results(&member));
+        let processes = tcp_world(program.ranks, |member| program.results(&member));
+        prop_assert!(threads == processes, "shared memory");
+        let hosts = sockets_world(program.ranks, |member| program.results(&member));
+        prop_assert!(threads == hosts, "sockets");
     }
 
     #[test]

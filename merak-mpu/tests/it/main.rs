@@ -17,6 +17,9 @@ mod mpu;
 /// Ranks that are processes: what the others hear when one is killed, stopped or wrong.
 #[cfg(unix)]
 mod processes;
+/// Programs of collectives and messages between any ranks.
+#[cfg(unix)]
+mod program;
 /// How processes find each other, and whom they do not let in.
 #[cfg(unix)]
 mod rendezvous;

@@ -391,9 +391,9 @@ fn a_process_that_exits_in_the_middle_is_missed_at_once() {
 
 #[test]
 fn a_panic_and_an_error_reach_the_other_processes() {
-    survivors_say("panic", 1, &["rank 1 failed: panicked"]);
-    survivors_say("abort", 1, &["rank 1 failed: disk full"]);
-    survivors_say("abort0", 0, &["rank 0 failed: disk full"]);
+    survivors_of_a_loss_say("panic", 1, &["rank 1 failed: panicked"]);
+    survivors_of_a_loss_say("abort", 1, &["rank 1 failed: disk full"]);
+    survivors_of_a_loss_say("abort0", 0, &["rank 0 failed: disk full"]);
 }
 
 #[test]

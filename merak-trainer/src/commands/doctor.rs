@@ -3,12 +3,13 @@
 use super::{Outcome, environment, output, world};
 use clap::Args as ClapArgs;
 use merak_ckpt::words::Bytes;
+use merak_mpu::Member;
 use merak_pipe::ScheduleKind;
 use merak_trace::{Units, models};
 use merak_trainer::{
     Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, available_bytes, chain,
     data::{Dataset, TokenDataset},
-    keys, run_world,
+    keys, run_on,
 };
 use serde_json::{Value, json};
 use std::{env::consts, fmt::Write as _, process::ExitCode, sync::Arc, thread};
@@ -60,10 +61,12 @@ fn examine() -> Value {
         "default_text": default_text(),
     });
     let mut add = |name: &str, value| document[name] = value;
-    for (name, value) in world::describe() {
+    let config = world::of_environment([]);
+    for (name, value) in world::describe(&config) {
         add(name, value);
     }
-    let trial = trial().map_or_else(|error| chain(&error), |()| "passed".to_owned());
+    let trial = config.and_then(|config| trial(&config));
+    let trial = trial.map_or_else(|error| chain(&error), |()| "passed".to_owned());
     add("trial", trial.into());
     document
 }
@@ -136,27 +139,35 @@ fn default_text() -> String {
     }
 }
 
-/// Trains a model of a few hundred weights for a step on two ranks, which uses every part of the
-/// stack.
-fn trial() -> Result<()> {
+/// Trains a model of a few hundred weights for a step on the engine of a configuration, which uses
+/// every part of the stack: on two ranks, or on those that a launcher has started for it.
+fn trial(config: &Config) -> Result<()> {
+    let members = world::trial_members(config)?;
+    let ranks = members.first().map_or(1, Member::world_size);
+    let degree = if ranks == 2 {
+        "--pp=2".to_owned()
+    } else {
+        format!("--dp={ranks}")
+    };
     let line = [
-        "--pp=2",
-        "--gradient_accumulation_steps=2",
-        "--per_device_train_batch_size=1",
+        degree,
+        "--gradient_accumulation_steps=2".to_owned(),
+        "--per_device_train_batch_size=1".to_owned(),
     ];
-    let args = Config::load(None, [], &line.map(String::from))?.check()?;
+    let args = Config::load(None, [], &line)?.check()?;
     let model = models::from_config(
         &json!({ "model_type": "gpt2", "vocab_size": 8, "n_positions": 4,
         "n_embd": 4, "n_layer": 2, "n_head": 2 }),
     )?;
     let plan = Arc::new(Plan::new(&PlanInputs::read(model.into(), &args)?, &args)?);
-    let tokens: Arc<[u32]> = (0..64).map(|token| token % 8).collect();
+    let tokens = 32 * ranks.max(2) as u32;
+    let tokens: Arc<[u32]> = (0..tokens).map(|token| token % 8).collect();
     let data: Arc<dyn Dataset> = Arc::new(TokenDataset::new(
         tokens,
         plan.draft.seq_length,
         "training",
     )?);
-    run_world(&args, |member| {
+    run_on(members, |member| {
         let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
         let parts = TrainerParts {
             train_data: Some(Arc::clone(&data)),

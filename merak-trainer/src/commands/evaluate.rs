@@ -39,7 +39,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     args.keys.give(Given::by("CHECKPOINT", name, checkpoint));
     args.keys.give(Given::always("finetune", "true"));
     args.keys.give(Given::always("do_eval", "true"));
-    let (config, world) = world::join_with(args.keys.load(&args.config), screen)?;
+    let (config, world) = world::join_with(args.keys.load(&args.config), screen, true)?;
     let prepared = Prepared::to_evaluate(&config, &world)?;
     world.agree(prepared.check_memory())?;
     let metrics = world

@@ -1,7 +1,7 @@
 //! `merak generate`: text from a checkpoint.
 
 use super::{
-    Outcome, environment,
+    Outcome,
     model::Loaded,
     output,
     session::{Session, own_adapter, parse_ids},
@@ -89,7 +89,9 @@ const NEW_TOKENS: usize = 128;
 const BASE: &str = "none";
 
 pub(crate) fn run(args: &Args, screen: &Screen) -> Outcome {
-    let world = world::join(None, screen)?;
+    // What is wrong with the environment is told by all together.
+    let config = world::of_environment(args.degrees()).ok();
+    let world = world::join(config.as_ref(), screen)?;
     let ready = world.agree(Ready::new(args, &world))?;
     let session = &ready.session;
     session.check_same(&world, &ready.prompts)?;
@@ -189,6 +191,16 @@ fn adapters(args: &Args, checkpoint: &Checkpoint, loaded: &Loaded) -> Result<Vec
 }
 
 impl Args {
+    /// The degrees as configuration keys.
+    fn degrees(&self) -> [Given; 3] {
+        [
+            ("--dp", "dp", self.dp),
+            ("--tp", "tp", self.tp),
+            ("--pp", "pp", self.pp),
+        ]
+        .map(|(option, key, degree)| Given::by(option, key, degree.to_string()))
+    }
+
     /// The options as configuration keys, above those of the environment.
     fn configuration(&self, checkpoint: &Checkpoint) -> Result<Config> {
         let folder = checkpoint.path();
@@ -211,14 +223,12 @@ impl Args {
             ),
             ("--seed", "seed", self.seed.map(|seed| text(&seed))),
             ("--stop", "stop_strings", stops),
-            ("--dp", "dp", Some(text(&self.dp))),
-            ("--tp", "tp", Some(text(&self.tp))),
-            ("--pp", "pp", Some(text(&self.pp))),
         ];
         let by_option = |(option, key, value): (&str, _, Option<String>)| {
             value.map(|value| Given::by(option, key, value))
         };
         let mut given: Vec<_> = options.into_iter().filter_map(by_option).collect();
+        given.extend(self.degrees());
         let seq_length = checkpoint.manifest().header.model["seq_length"].to_string();
         let of_checkpoint = |key, value: String| Given::by("CHECKPOINT", key, value);
         given.extend([
@@ -236,15 +246,11 @@ impl Args {
             given.push(of_checkpoint("lora_config", file.display().to_string()));
             given.push(of_checkpoint("adapter_name", name));
         }
-        let variables = environment::variables()?;
-        let load = |given: &[Given]| {
-            Config::load_with(None, variables.clone(), &[], given.iter().cloned())
-        };
-        let config = load(&given)?;
+        let config = world::of_environment(given.iter().cloned())?;
         let is_open = |key: &str| *config.origin(key) == Origin::Default;
         if is_open("max_new_tokens") && is_open("out_seq_length") {
             given.push(Given::always("max_new_tokens", NEW_TOKENS.to_string()));
-            return load(&given);
+            return world::of_environment(given);
         }
         Ok(config)
     }

@@ -31,9 +31,6 @@ use std::{
 /// Tokens of the sample text that a trained model writes at the end.
 const SAMPLE_TOKENS: usize = 120;
 
-/// Folder, within a run's, of the logs of the ranks in processes of their own.
-const LOGS: &str = "logs";
-
 /// File, within a run's folder, with predictions of the validation part.
 const PREDICTIONS: &str = "predictions.jsonl";
 
@@ -61,7 +58,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let dry_run = args.keys.take_flag("--dry-run") || args.dry_run;
-    let (config, world) = world::join_with(load(&mut args), screen)?;
+    let (config, world) = world::join_with(load(&mut args), screen, !dry_run)?;
     if config.arguments().text_generation && !dry_run {
         return super::prompts::run(&config, &world);
     }
@@ -80,9 +77,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     }
     memory?;
     let folder = run.take_folder(&config, &world)?;
-    if let Err(error) = screen.keep_log(&prepared.args.run_folder()?.join(LOGS)) {
-        tracing::warn!(%error, "this rank's log cannot be kept");
-    }
+    world::keep_log(&config, screen, true);
     if world.has_first() {
         output::print(&prepared.describe()?)?;
         if !prepared.args.saves() {

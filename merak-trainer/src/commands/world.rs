@@ -3,14 +3,47 @@
 #[cfg(feature = "nccl")]
 mod nccl;
 
-use super::failure::rank_0_tells;
+use super::{environment, failure::rank_0_tells};
 use merak_mpu::{Built, ChosenEngine, EngineKind, Launch, Member, tcp, threads};
-use merak_trainer::{Config, Device, EngineChoice, Error, Result, World, metrics::Screen};
+use merak_trainer::{
+    Config, Device, EngineChoice, Error, Given, Result, World, chain, metrics::Screen,
+};
 use serde_json::{Value, json};
 use std::{env, time::Duration};
 
 /// Longest wait for the other processes where the configuration cannot be read.
 const RENDEZVOUS: Duration = Duration::from_mins(1);
+
+/// Folder, within a run's, of the logs of the ranks in processes of their own.
+const LOGS: &str = "logs";
+
+/// The configuration of a command without a file: what the environment says, and what the command
+/// gives.
+///
+/// # Errors
+/// As [`Config::load_with`], for the environment's variables.
+pub(crate) fn of_environment(given: impl IntoIterator<Item = Given>) -> Result<Config> {
+    Config::load_with(None, environment::variables()?, &[], given)
+}
+
+/// The engine that a configuration asks for, and whether its tensors lie on CUDA devices.
+fn asked(config: Option<&Config>) -> (EngineKind, bool) {
+    let (engine, on_cuda) = config.map_or((EngineChoice::Auto, false), |config| {
+        let arguments = config.arguments();
+        let on_cuda = arguments.compute.device == Device::Cuda;
+        (arguments.distributed.engine, on_cuda)
+    });
+    (engine.into(), on_cuda)
+}
+
+/// How long a process waits for the others.
+fn timeout(config: Option<&Config>) -> Duration {
+    let timeout = config.map(|config| config.arguments().distributed.timeout_s);
+    // A wait that is none is refused when the processes have met, once for all.
+    let timeout = timeout.and_then(|wait| Duration::try_from_secs_f64(wait).ok());
+    let timeout = timeout.filter(|wait| !wait.is_zero());
+    timeout.unwrap_or(RENDEZVOUS)
+}
 
 /// The ranks of a command, as the launcher and `distributed.engine` say. Where the configuration
 /// cannot be read, the launcher decides alone.
@@ -20,22 +53,14 @@ const RENDEZVOUS: Duration = Duration::from_mins(1);
 /// do not come together.
 pub(crate) fn join(config: Option<&Config>, screen: &Screen) -> Result<World> {
     let launch = launch(screen)?;
-    let (engine, on_cuda) = config.map_or((EngineChoice::Auto, false), |config| {
-        let arguments = config.arguments();
-        let on_cuda = arguments.compute.device == Device::Cuda;
-        (arguments.distributed.engine, on_cuda)
-    });
-    match choose(engine.into(), &launch, on_cuda)? {
+    let (kind, on_cuda) = asked(config);
+    match choose(kind, &launch, on_cuda)? {
         ChosenEngine::Threads => Ok(World::of_threads()),
         engine => {
             if let (1, Some(config)) = (launch.world_size, config) {
                 expect_single_rank(engine, config)?;
             }
-            let timeout = config.map(|config| config.arguments().distributed.timeout_s);
-            // A wait that is none is refused when the processes have met, once for all.
-            let timeout = timeout.and_then(|wait| Duration::try_from_secs_f64(wait).ok());
-            let timeout = timeout.filter(|wait| !wait.is_zero()).unwrap_or(RENDEZVOUS);
-            World::of_process(join_by(engine, &launch, timeout, config)?)
+            World::of_process(join_by(engine, &launch, timeout(config), config)?)
         }
     }
 }
@@ -104,23 +129,71 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// The ranks of this process in a world of `ranks` ranks, and their engine: all of them where it
-/// was started alone, else the one that the launcher says.
+/// The ranks of this process in a world of `ranks` ranks that exchange memory of the host, and
+/// their engine: all of them where it was started alone, else the one that the launcher says.
+/// Without a `kind` the environment says which engine.
 ///
 /// # Errors
-/// As [`join`].
+/// As [`join`]; for an engine that does not move memory of the host, and for one whose ranks are
+/// processes, of which one was started.
 pub(crate) fn members(
-    kind: EngineKind,
+    kind: Option<EngineKind>,
     launch: &Launch,
     ranks: usize,
 ) -> Result<(ChosenEngine, Vec<Member>)> {
-    let engine = choose(kind, launch, false)?;
+    let config = told_once(launch, of_environment([]))?;
+    let (in_environment, on_cuda) = asked(Some(&config));
+    let engine = choose(kind.unwrap_or(in_environment), launch, on_cuda)?;
+    let refused = |text: String| told_once(launch, Err(Error::CommandLine(text)));
+    let alone = launch.world_size == 1;
     let members = match engine {
         ChosenEngine::Threads => threads::world(ranks, threads::WorldOptions::default()),
-        ChosenEngine::Tcp if launch.world_size == 1 => tcp::world(ranks, RENDEZVOUS)?,
+        ChosenEngine::Tcp if alone => tcp::world(ranks, RENDEZVOUS)?,
+        ChosenEngine::Nccl => {
+            return refused(
+                "the engine nccl moves memory of CUDA devices, and this command times memory of \
+                 the host, which moves by tcp there too: write --engine tcp"
+                    .to_owned(),
+            );
+        }
+        engine if alone => {
+            return refused(format!(
+                "the ranks of the engine {engine} are processes, but one process was started for \
+                 {ranks} ranks: start them by mpirun -n {ranks}, or choose threads or tcp"
+            ));
+        }
         engine => vec![launch.join(engine, RENDEZVOUS)?],
     };
     Ok((engine, members))
+}
+
+/// Ranks for a trial of the engine that a run would have, as far as this process can have them:
+/// two of this process, else the one that the launcher says, in the world of all its processes.
+///
+/// # Errors
+/// As [`join`].
+pub(crate) fn trial_members(config: &Config) -> Result<Vec<Member>> {
+    let launch = Launch::from_env()?;
+    let (kind, on_cuda) = asked(Some(config));
+    Ok(match kind.choose(&launch, Built::here(), on_cuda)? {
+        ChosenEngine::Threads => threads::world(2, threads::WorldOptions::default()),
+        ChosenEngine::Tcp => tcp::world(2, RENDEZVOUS)?,
+        engine => vec![join_by(engine, &launch, RENDEZVOUS, Some(config))?],
+    })
+}
+
+/// Keeps the lines of this process in the folder of a run, where it is there; with `makes`, it is
+/// made. Does nothing in the process of the first rank, and without `output_dir`.
+pub(crate) fn keep_log(config: &Config, screen: &Screen, makes: bool) {
+    let Some(folder) = config.arguments().output_dir.as_deref() else {
+        return;
+    };
+    if !makes && !folder.is_dir() {
+        return;
+    }
+    if let Err(error) = screen.keep_log(&folder.join(LOGS)) {
+        tracing::warn!(%error, "this rank's log cannot be kept");
+    }
 }
 
 /// Joins the processes of a launch by the engine that was chosen.
@@ -138,12 +211,20 @@ fn join_by(
     Ok(launch.join(engine, timeout)?)
 }
 
-/// The configuration of a command and its ranks, whose number fits the degrees.
+/// The configuration of a command and its ranks, whose number fits the degrees. With `logs`, other
+/// ranks than the first keep their lines as [`keep_log`] does.
 ///
 /// # Errors
 /// As [`join`]; where a process cannot read its configuration.
-pub(crate) fn join_with(config: Result<Config>, screen: &Screen) -> Result<(Config, World)> {
+pub(crate) fn join_with(
+    config: Result<Config>,
+    screen: &Screen,
+    logs: bool,
+) -> Result<(Config, World)> {
     let world = join(config.as_ref().ok(), screen)?;
+    if let Some(config) = config.as_ref().ok().filter(|_| logs) {
+        keep_log(config, screen, false);
+    }
     let checked = config.and_then(|config| {
         let args = config.check()?;
         let located = |error| config.locate(error);
@@ -169,17 +250,24 @@ pub(crate) fn expect_one(command: &str) -> Result<()> {
     told_once(&launch, Err(error))
 }
 
-/// What the launcher says, and the engine that a run would have, by name. What cannot be read or
-/// does not fit says so in its place.
-pub(crate) fn describe() -> Vec<(&'static str, Value)> {
+/// What the launcher says, and the engine that a run would have which the environment configures,
+/// by name. What cannot be read or does not fit says so in its place.
+pub(crate) fn describe(config: &Result<Config>) -> Vec<(&'static str, Value)> {
     let launch = match Launch::from_env() {
         Ok(launch) => launch,
         Err(error) => return vec![("launcher", json!(error.to_string()))],
     };
     let launcher = launch.launcher.map(|launcher| launcher.to_string());
     let none = "none: ranks are threads of this process".to_owned();
-    let chosen = EngineKind::Auto.choose(&launch, Built::here(), false);
-    let engine = chosen.map_or_else(|error| error.to_string(), |engine| engine.to_string());
+    let engine = config
+        .as_ref()
+        .map_err(|error| chain(error))
+        .and_then(|config| {
+            let (kind, on_cuda) = asked(Some(config));
+            let chosen = kind.choose(&launch, Built::here(), on_cuda);
+            chosen.map_err(|error| error.to_string())
+        });
+    let engine = engine.map_or_else(|error| error, |engine| engine.to_string());
     let address = launch.address.as_deref().map_or_else(
         || "none".to_owned(),
         |host| match launch.port {
@@ -199,6 +287,6 @@ pub(crate) fn describe() -> Vec<(&'static str, Value)> {
         ("address_of_rank_0", json!(address)),
     ];
     #[cfg(feature = "nccl")]
-    found.push(("nccl", json!(nccl::describe())));
+    found.push(("nccl", json!(nccl::describe(config.as_ref().ok()))));
     found
 }

@@ -80,9 +80,8 @@ impl RunProgress {
 /// What a rank ran in one step, and how long the step took, update included.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepRecord {
-    /// What ran when, in seconds since the start of the step, or since [`TrainerParts::epoch`].
-    ///
-    /// [`TrainerParts::epoch`]: crate::TrainerParts::epoch
+    /// What ran when, in seconds since the moment of
+    /// [`Member::epoch`](merak_mpu::Member::epoch).
     pub spans: Vec<Span>,
     /// The instructions before and after them.
     pub laps: Vec<Lap>,

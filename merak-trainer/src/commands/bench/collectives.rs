@@ -20,9 +20,10 @@ use std::time::Duration;
 /// prints.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Collectives {
-    /// What connects the ranks: auto, threads, tcp, mpi or nccl.
-    #[arg(long, default_value = "auto", value_parser = engine)]
-    engine: EngineKind,
+    /// What connects the ranks: auto, threads, tcp or mpi; unset: as `distributed.engine` in the
+    /// environment says.
+    #[arg(long, value_parser = engine)]
+    engine: Option<EngineKind>,
     /// Ranks; unset: as many as there are processes, and 2 where there is one.
     #[arg(long)]
     world: Option<usize>,

@@ -10,7 +10,7 @@ use merak_trainer::{
     StageTimes, StepRecord, TrainerParts, Workload, data::Dataset, run_world,
 };
 use serde_json::{Value, json};
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 /// Runs pipeline schedules on a GPT and prints a JSON line for each: what was executed, what the
 /// simulator makes of the action times of the same steps, and what the cost model predicted before.
@@ -193,12 +193,10 @@ impl Pipeline {
             seq: self.seq,
             vocab: self.vocab,
         });
-        let epoch = Instant::now();
         run_world(args, |member| {
             let mpu = Mpu::new(member, plan.draft.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&data)),
-                epoch: Some(epoch),
                 ..TrainerParts::default()
             };
             let mut trainer = MerakTrainer::new(Arc::clone(plan), mpu, args, parts)?;

@@ -5,12 +5,12 @@ use merak_mpu::{
     nccl::{JoinOptions, Library},
 };
 use merak_trainer::{Config, Error, Result};
-use std::time::Duration;
+use std::{path::Path, time::Duration};
 
 /// Joins the processes of a launch. What comes from other devices comes into memory of the backend.
 pub(super) fn join(launch: &Launch, timeout: Duration, config: Option<&Config>) -> Result<Member> {
     let mut options = JoinOptions::new(launch.meeting(timeout)?);
-    options.library = config.and_then(|config| config.arguments().distributed.nccl_library.clone());
+    options.library = library(config).map(Path::to_path_buf);
     #[cfg(feature = "tch")]
     {
         options.allocate = Some(device_memory());
@@ -31,9 +31,14 @@ pub(super) fn join(launch: &Launch, timeout: Duration, config: Option<&Config>) 
     })
 }
 
+/// The file of the library that a configuration names.
+fn library(config: Option<&Config>) -> Option<&Path> {
+    config.and_then(|config| config.arguments().distributed.nccl_library.as_deref())
+}
+
 /// The library that a run would use, in a line for people.
-pub(super) fn describe() -> String {
-    let found = Library::find(None);
+pub(super) fn describe(config: Option<&Config>) -> String {
+    let found = Library::find(library(config));
     found.map_or_else(|error| error.to_string(), |library| library.to_string())
 }
 

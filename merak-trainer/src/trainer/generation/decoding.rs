@@ -70,7 +70,7 @@ impl<'a> Generation<'a> {
         let stages = trainer.stages.stages.iter();
         Self {
             sampler,
-            epoch: trainer.parts.epoch.unwrap_or_else(Instant::now),
+            epoch: trainer.stages.mpu.member().epoch(),
             spans: Vec::new(),
             caches: stages.map(|_| KvCache::default()).collect(),
             last_attention: trainer.stages.plan.last_attention(),
