@@ -28,7 +28,7 @@ struct Step {
     len: usize,
 }
 
-/// What the kinds of steps are.
+/// How many kinds of steps there are.
 const KINDS: usize = 10;
 
 /// Programs for worlds of so many ranks.
