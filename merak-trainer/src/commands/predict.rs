@@ -112,7 +112,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     args.keys.give(Given::by("CHECKPOINT", name, checkpoint));
     args.keys.give(Given::always("finetune", "true"));
     args.keys.give(Given::always("do_predict", "true"));
-    let (config, world) = world::join_with(args.keys.load(&args.config), screen)?;
+    let (config, world) = world::join_with(args.keys.load(&args.config), screen, true)?;
     let prepared = match args.part {
         Part::All => Prepared::to_predict(&config, &world),
         Part::Validation => Prepared::to_evaluate(&config, &world),

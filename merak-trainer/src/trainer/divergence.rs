@@ -210,6 +210,8 @@ mod tests {
             loss_scale: None,
             tokens: 1,
             skipped: skipped.then(|| "w".to_owned()),
+            skipped_steps: 0,
+            data_wait: Duration::ZERO,
             time: Duration::ZERO,
         }
     }

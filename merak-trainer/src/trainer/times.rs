@@ -242,12 +242,10 @@ impl MerakTrainer {
 
     fn report_profile(&mut self) -> Result<()> {
         let profiled = std::mem::take(&mut self.times.profiled);
-        let epoch = self.parts.epoch;
-        let base = epoch.or_else(|| profiled.first().map(|(_, record)| record.start));
-        let base = base.unwrap_or_else(Instant::now);
+        let epoch = self.stages.mpu.member().epoch();
         let steps: Vec<_> = profiled
             .iter()
-            .map(|(step, record)| ProfiledStep::new(*step, record, base, epoch.is_some()))
+            .map(|(step, record)| ProfiledStep::new(*step, record, epoch))
             .collect();
         let ranks = self.gather(&steps)?;
         if !ranks.is_empty() {
@@ -271,24 +269,18 @@ impl MerakTrainer {
 }
 
 impl ProfiledStep {
-    /// `is_shared` says that spans count from `base` already, else from the start of their step.
-    fn new(step: usize, record: &StepRecord, base: Instant, is_shared: bool) -> Self {
-        let since = |at: Instant| at.saturating_duration_since(base).as_secs_f64();
+    /// A step's record, whose spans count from `epoch` already.
+    fn new(step: usize, record: &StepRecord, epoch: Instant) -> Self {
+        let since = |at: Instant| at.saturating_duration_since(epoch).as_secs_f64();
         let event = |name: String, start: Instant, time: Duration| {
             (name, since(start), since(start) + time.as_secs_f64())
         };
-        let shift = if is_shared { 0.0 } else { since(record.start) };
-        let spans = record.spans.iter().map(|span| Span {
-            start: span.start + shift,
-            end: span.end + shift,
-            ..*span
-        });
         let laps = record.laps.iter();
         let laps = laps.map(|lap| event(format!("{:?}", lap.instruction), lap.start, lap.time));
         let whole = event(format!("step {step}"), record.start, record.time);
         Self {
             step,
-            spans: spans.collect(),
+            spans: record.spans.clone(),
             others: std::iter::once(whole).chain(laps).collect(),
         }
     }
