@@ -58,8 +58,8 @@ pub use self::{
     schedule::TrainSchedule,
     setting::InputPath,
     special::{
-        AdapterName, Boundaries, LrScales, Ratios, SeqLength, Temperature, ThreadsPerRank,
-        TokenizerSource,
+        AdapterName, Boundaries, EarlyStop, LrScales, Ratios, SeqLength, Temperature,
+        ThreadsPerRank, TokenIds, TokenizerSource,
     },
 };
 use self::{

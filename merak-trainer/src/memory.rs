@@ -191,10 +191,7 @@ impl Plan {
                     self.forward_bytes(rank, Forward::loss(batch, self.draft.seq_length))?
                 }
                 Workload::Generation { positions } => {
-                    let first = Forward {
-                        logits: true,
-                        ..Forward::loss(1, FIRST_TOKENS)
-                    };
+                    let first = Forward::logits(1, FIRST_TOKENS, Some(FIRST_TOKENS));
                     // Without a cache, keys and values are computed again for each token.
                     let kept = if args.use_cache { positions } else { 0 };
                     let cache = self.cached_bytes(rank, first)?;
