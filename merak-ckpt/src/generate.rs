@@ -24,6 +24,17 @@ pub struct GenerateOptions {
     pub min_p: f64,
     /// Divides positive logits (multiplies negative ones) of tokens that occurred; 1 is off.
     pub repetition_penalty: f64,
+    /// No run of this many tokens occurs twice in a sequence, prompt included; 0 is off.
+    pub no_repeat_ngram_size: usize,
+    /// Continuations of a prompt that are kept beside each other; 1 is off. More of them are
+    /// searched by [`BeamSearch`](crate::BeamSearch), which draws nothing.
+    pub num_beams: usize,
+    /// Power of the number of new tokens by which a beam search divides scores.
+    pub length_penalty: f64,
+    /// When a beam search ends.
+    pub early_stopping: EarlyStopping,
+    /// The token from which the decoder of an encoder-decoder starts.
+    pub decoder_start_token_id: Option<u32>,
     /// Tokens that end a sequence.
     pub eos_token_ids: Vec<u32>,
     /// Fewest new tokens before an end token.
@@ -35,6 +46,19 @@ pub struct GenerateOptions {
     /// Index of the first prompt, for replicas that share a list of prompts: a draw depends on
     /// the prompt's index in the whole list.
     pub first_prompt: u64,
+}
+
+/// When a beam search ends: the `early_stopping` of transformers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EarlyStopping {
+    /// When no running beam would be better than those that have ended if it ended now.
+    #[default]
+    No,
+    /// As soon as as many beams as there are have ended.
+    Yes,
+    /// When no running beam can become better, however long it grows.
+    Never,
 }
 
 /// A sequence that waits for its next token.
@@ -58,13 +82,25 @@ impl Row<'_> {
     /// # Errors
     /// As [`Sampler::pick`].
     pub fn pick(&self, sampler: &Sampler, logits: &[f32]) -> Result<u32> {
+        sampler.pick(&self.allowed(logits), self.prompt, self.tokens)
+    }
+
+    /// The scores of its next token in a beam search: log probabilities under the sampler's
+    /// penalty; minus infinity for tokens that may not come.
+    pub(crate) fn scores(&self, sampler: &Sampler, logits: &[f32]) -> Result<Vec<f32>> {
+        let scores = sampler.log_probabilities(logits, self.prompt, self.tokens)?;
+        Ok(self.allowed(&scores).into_owned())
+    }
+
+    /// The logits without those of tokens that may not come next.
+    fn allowed<'l>(&self, logits: &'l [f32]) -> Cow<'l, [f32]> {
         let mut allowed = Cow::Borrowed(logits);
         for &id in self.forbidden {
             if let Some(logit) = allowed.to_mut().get_mut(id as usize) {
                 *logit = f32::NEG_INFINITY;
             }
         }
-        sampler.pick(&allowed, self.prompt, self.tokens)
+        allowed
     }
 }
 
@@ -196,6 +232,11 @@ impl Default for GenerateOptions {
             top_p: 0.9,
             min_p: 0.0,
             repetition_penalty: 1.0,
+            no_repeat_ngram_size: 0,
+            num_beams: 1,
+            length_penalty: 1.0,
+            early_stopping: EarlyStopping::No,
+            decoder_start_token_id: None,
             eos_token_ids: Vec::new(),
             min_new_tokens: 0,
             suppress_tokens: Vec::new(),
@@ -223,6 +264,8 @@ impl GenerateOptions {
             top_p,
             min_p,
             repetition_penalty,
+            num_beams,
+            length_penalty,
             ..
         } = self;
         check(
@@ -256,8 +299,55 @@ impl GenerateOptions {
             "repetition_penalty",
             repetition_penalty.to_string(),
             "more than 0",
+        )?;
+        check(
+            *num_beams > 0,
+            "num_beams",
+            num_beams.to_string(),
+            "at least 1",
+        )?;
+        check(
+            length_penalty.is_finite(),
+            "length_penalty",
+            length_penalty.to_string(),
+            "a finite number",
         )
     }
+
+    /// The prompts, each with the length at which it is full.
+    pub(crate) fn prompts<'a>(&self, prompts: &'a [Vec<u32>]) -> Result<Vec<Prompt<'a>>> {
+        self.check()?;
+        let seq_length = self.seq_length.unwrap_or(usize::MAX);
+        let numbered = (self.first_prompt..).zip(prompts);
+        let checked = numbered.map(|(prompt, tokens)| match tokens.len() {
+            0 => Err(Error::EmptyPrompt { prompt }),
+            length if length >= seq_length => Err(Error::PromptTooLong {
+                prompt,
+                length,
+                seq_length,
+            }),
+            length => Ok(Prompt {
+                tokens,
+                limit: length.saturating_add(self.max_new_tokens).min(seq_length),
+            }),
+        });
+        checked.collect()
+    }
+
+    /// Tokens that are never chosen; tokens that are not chosen before `min_new_tokens`.
+    pub(crate) fn suppressed(&self) -> [Vec<u32>; 2] {
+        [
+            self.suppress_tokens.clone(),
+            [&self.suppress_tokens[..], &self.eos_token_ids].concat(),
+        ]
+    }
+}
+
+/// A prompt that leaves room for a token.
+pub(crate) struct Prompt<'a> {
+    pub(crate) tokens: &'a [u32],
+    /// Length in tokens of a sequence that is full.
+    pub(crate) limit: usize,
 }
 
 impl<T: LogitsSource + ?Sized> TokenSource for T {
@@ -275,42 +365,29 @@ impl Decoding {
     /// The state before the first token.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] for an option that is out of range; [`Error::EmptyPrompt`]
-    /// and [`Error::PromptTooLong`] where a prompt is empty or leaves no room for a new token.
+    /// [`Error::InvalidOption`] for an option that is out of range, and for several beams, which
+    /// [`BeamSearch`](crate::BeamSearch) has; [`Error::EmptyPrompt`] and [`Error::PromptTooLong`] where a prompt is empty or leaves no room for a new token.
     pub fn new(prompts: &[Vec<u32>], options: &GenerateOptions) -> Result<Self> {
-        options.check()?;
-        let seq_length = options.seq_length.unwrap_or(usize::MAX);
-        let mut sequences = Vec::with_capacity(prompts.len());
-        for (prompt, tokens) in (options.first_prompt..).zip(prompts) {
-            let length = tokens.len();
-            if length == 0 {
-                return Err(Error::EmptyPrompt { prompt });
-            }
-            if length >= seq_length {
-                return Err(Error::PromptTooLong {
-                    prompt,
-                    length,
-                    seq_length,
-                });
-            }
-            sequences.push(Sequence {
-                tokens: tokens.clone(),
-                prompt_length: length,
-                limit: length
-                    .saturating_add(options.max_new_tokens)
-                    .min(seq_length),
-                reason: None,
+        let sequence = |Prompt { tokens, limit }: Prompt<'_>| Sequence {
+            tokens: tokens.to_vec(),
+            prompt_length: tokens.len(),
+            limit,
+            reason: None,
+        };
+        let sequences = options.prompts(prompts)?.into_iter().map(sequence);
+        if options.num_beams > 1 {
+            return Err(Error::InvalidOption {
+                key: "num_beams",
+                found: options.num_beams.to_string(),
+                expected: "1, or a beam search",
             });
         }
         Ok(Self {
             first_prompt: options.first_prompt,
             eos_token_ids: options.eos_token_ids.clone(),
             min_new_tokens: options.min_new_tokens,
-            suppressed: [
-                options.suppress_tokens.clone(),
-                [&options.suppress_tokens[..], &options.eos_token_ids].concat(),
-            ],
-            sequences,
+            suppressed: options.suppressed(),
+            sequences: sequences.collect(),
         })
     }
 

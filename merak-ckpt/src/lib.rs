@@ -82,7 +82,7 @@
 //!   model. [`LoraConfig`] describes an adapter that is to be trained, [`extract_lora`] writes one
 //!   that was.
 //! - [`generate`], [`TokenSource`], [`LogitsSource`], [`Sampler`], [`Decoding`]: the decode loop,
-//!   which knows no model and no ranks.
+//!   which knows no model and no ranks; [`BeamSearch`] keeps several continuations of a prompt.
 //!
 //! # How a piece is read
 //!
@@ -128,6 +128,7 @@
 //! [nucleus sampling](https://arxiv.org/abs/1904.09751), section 3.1.
 
 mod base;
+mod beam;
 mod beside;
 mod checkpoint;
 mod checksum;
@@ -171,6 +172,7 @@ mod verify;
 pub mod words;
 
 pub use base::Base;
+pub use beam::{BeamSearch, Continued, generate_beams};
 pub use checkpoint::Checkpoint;
 pub use checksum::Checksum;
 pub use cut::Cut;
@@ -184,8 +186,8 @@ pub use draft::Draft;
 pub use dtype::{DType, UnknownDType};
 pub use error::{BoxError, Damage, Error, Problem, Result};
 pub use generate::{
-    Completion, Decoding, GenerateOptions, LogitsSource, NewToken, Reason, Row, TokenSource,
-    generate, generate_with,
+    Completion, Decoding, EarlyStopping, GenerateOptions, LogitsSource, NewToken, Reason, Row,
+    TokenSource, generate, generate_with,
 };
 pub use held::{HeldFile, lies_at};
 pub use hf::{

@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 ///
 /// The choice depends on the logits, the options, the prompt's index and the token's position
 /// only, so it does not matter with which other prompts, on how many ranks, or with which cache
-/// the logits were computed. The order of operations is: repetition penalty, temperature, top-k,
-/// top-p, min-p, draw. Temperature 0 takes the greatest logit, the lowest id among equals.
+/// the logits were computed. The order of operations is: repetition penalty, runs that may not
+/// repeat, temperature, top-k, top-p, min-p, draw. Temperature 0 takes the greatest logit, the lowest id among equals.
 ///
 /// ```
 /// use merak_ckpt::{GenerateOptions, Sampler};
@@ -28,6 +28,7 @@ pub struct Sampler {
     top_p: f64,
     min_p: f64,
     repetition_penalty: f32,
+    no_repeat_ngram_size: usize,
     seed: u64,
 }
 
@@ -52,6 +53,7 @@ impl Sampler {
             top_p: options.top_p,
             min_p: options.min_p,
             repetition_penalty: options.repetition_penalty as f32,
+            no_repeat_ngram_size: options.no_repeat_ngram_size,
             seed: options.seed,
         })
     }
@@ -72,7 +74,7 @@ impl Sampler {
         };
         let greatest = Greatest::of(logits)
             .ok_or_else(|| bad("hold a value that is not a number, or infinite"))?;
-        if self.temperature == 0.0 && !self.penalises(tokens) {
+        if self.temperature == 0.0 && !self.penalises(tokens) && self.repeated(tokens).is_empty() {
             return greatest
                 .first(logits)
                 .ok_or_else(|| bad("leave no token possible"));
@@ -126,6 +128,39 @@ impl Sampler {
         Ok(candidates.iter().map(share).collect())
     }
 
+    /// The logarithms of the probabilities of all tokens after `tokens`, with the repetition penalty
+    /// and without runs that may not repeat; not drawn from, so neither temperature nor cuts count.
+    ///
+    /// # Shapes
+    /// As [`Sampler::pick`]; returns `[V]`.
+    pub(crate) fn log_probabilities(
+        &self,
+        logits: &[f32],
+        prompt: u64,
+        tokens: &[u32],
+    ) -> Result<Vec<f32>> {
+        // Where no token can be chosen, there are no probabilities either.
+        Greatest::of(logits)
+            .and_then(|greatest| greatest.first(logits))
+            .ok_or(Error::BadLogits {
+                prompt,
+                position: tokens.len(),
+                reason: "hold a value that is not a number, or leave no token possible",
+            })?;
+        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let exp = |logit: &f32| f64::from(logit - most).exp();
+        let log_sum = logits.iter().map(exp).sum::<f64>().ln();
+        let candidate = |(&logit, id): (&f32, u32)| Candidate {
+            id,
+            logit: (f64::from(logit) - f64::from(most) - log_sum) as f32,
+            weight: 1.0,
+        };
+        let mut candidates: Vec<_> = logits.iter().zip(0..).map(candidate).collect();
+        self.penalise(&mut candidates, tokens);
+        self.forbid_repeated(&mut candidates, tokens);
+        Ok(candidates.iter().map(|candidate| candidate.logit).collect())
+    }
+
     /// The tokens that may be drawn; none where no logit is finite.
     fn candidates(&self, logits: &[f32], tokens: &[u32]) -> Vec<Candidate> {
         let candidate = |(&logit, id): (&f32, u32)| Candidate {
@@ -135,6 +170,7 @@ impl Sampler {
         };
         let mut candidates: Vec<_> = logits.iter().zip(0..).map(candidate).collect();
         self.penalise(&mut candidates, tokens);
+        self.forbid_repeated(&mut candidates, tokens);
         candidates.retain(|candidate| candidate.logit > f32::NEG_INFINITY);
         let Some(&best) = candidates.iter().min_by(|a, b| likelier(a, b)) else {
             return candidates;
@@ -161,6 +197,25 @@ impl Sampler {
                 } else {
                     *logit / penalty
                 };
+            }
+        }
+    }
+
+    /// Tokens that would end a run of `no_repeat_ngram_size` tokens that has occurred already.
+    fn repeated(&self, tokens: &[u32]) -> BTreeSet<u32> {
+        let size = self.no_repeat_ngram_size;
+        if size == 0 || tokens.len() < size {
+            return BTreeSet::new();
+        }
+        let begun = &tokens[tokens.len() + 1 - size..];
+        let runs = tokens.windows(size).filter(|run| run[..size - 1] == *begun);
+        runs.map(|run| run[size - 1]).collect()
+    }
+
+    fn forbid_repeated(&self, candidates: &mut [Candidate], tokens: &[u32]) {
+        for id in self.repeated(tokens) {
+            if let Some(candidate) = candidates.get_mut(id as usize) {
+                candidate.logit = f32::NEG_INFINITY;
             }
         }
     }
@@ -369,6 +424,19 @@ mod tests {
         let sampler = sampler(|o| (o.temperature, o.repetition_penalty) = (0.0, 2.0));
         assert_eq!(sampler.pick(&[3.0, 2.0, 1.6], 0, &[0, 0]).unwrap(), 1);
         assert_eq!(sampler.pick(&[-1.0, -1.5], 0, &[0]).unwrap(), 1);
+    }
+
+    #[test]
+    fn a_run_of_tokens_comes_once() {
+        let sampler = sampler(|o| (o.temperature, o.no_repeat_ngram_size) = (0.0, 2));
+        // After 1 came 2 already; after 3 came nothing yet.
+        assert_eq!(sampler.pick(&[0.0, 1.0, 9.0], 0, &[1, 2, 1]).unwrap(), 1);
+        assert_eq!(sampler.pick(&[0.0, 1.0, 9.0], 0, &[1, 2, 3]).unwrap(), 2);
+        let once = Sampler {
+            no_repeat_ngram_size: 1,
+            ..sampler
+        };
+        assert_eq!(once.pick(&[0.0, 1.0, 9.0], 0, &[2, 1]).unwrap(), 0);
     }
 
     #[test]

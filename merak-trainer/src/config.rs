@@ -59,8 +59,8 @@ pub use self::{
     schedule::TrainSchedule,
     setting::InputPath,
     special::{
-        AdapterName, Boundaries, LrScales, MetricName, Ratios, SeqLength, Temperature,
-        ThreadsPerRank, TokenizerSource,
+        AdapterName, Boundaries, EarlyStop, LrScales, MetricName, Ratios, SeqLength, Temperature,
+        ThreadsPerRank, TokenIds, TokenizerSource,
     },
 };
 use self::{

@@ -88,10 +88,10 @@ mod world;
 pub use config::{
     AdapterName, AutopipeArguments, BackendChoice, Boundaries, CheckedArguments, ComputeArguments,
     ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments,
-    EngineChoice, Given, InputPath, Key, LrScales, MerakArguments, MetricName, ModelArguments,
-    Origin, PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength, Temperature,
-    ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES,
-    key_help, key_page, keys,
+    EarlyStop, EngineChoice, Given, InputPath, Key, LrScales, MerakArguments, MetricName,
+    ModelArguments, Origin, PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength,
+    Temperature, ThreadsPerRank, TokenIds, TokenizerSource, TpLayerListArguments, TraceMethod,
+    TrainSchedule, VARIABLES, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{

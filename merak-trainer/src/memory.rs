@@ -6,7 +6,7 @@ use crate::{
     config::CheckedArguments,
     error::{Error, Result},
     machine::{free_addresses, memory_bytes, product_addresses},
-    plan::{Forward, ForwardOutput, Plan},
+    plan::{Forward, Plan},
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::input_bytes;
@@ -191,10 +191,7 @@ impl Plan {
                     self.forward_bytes(rank, Forward::loss(batch, self.draft.seq_length))?
                 }
                 Workload::Generation { positions } => {
-                    let first = Forward {
-                        output: ForwardOutput::Logits,
-                        ..Forward::loss(1, FIRST_TOKENS)
-                    };
+                    let first = Forward::logits(1, FIRST_TOKENS, Some(FIRST_TOKENS));
                     // Without a cache, keys and values are computed again for each token.
                     let kept = if args.use_cache { positions } else { 0 };
                     let cache = self.cached_bytes(rank, first)?;

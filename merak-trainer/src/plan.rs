@@ -71,8 +71,10 @@ pub struct Lora {
 pub struct Forward {
     /// Sequences.
     pub batch: usize,
-    /// Positions of each sequence that pass.
+    /// Positions of each sequence that pass; of the encoder's where there is one.
     pub seq: usize,
+    /// Positions of a decoder beside an encoder; unset: as in training.
+    pub target: Option<usize>,
     /// The length by which positions are scaled
     /// ([`Model::scaling_length`](merak_trace::models::Model::scaling_length)).
     pub context: usize,
@@ -86,8 +88,18 @@ impl Forward {
         Self {
             batch,
             seq,
+            target: None,
             context: seq,
             output: ForwardOutput::Loss,
+        }
+    }
+
+    /// The logits of whole sequences; `target` is the length of a decoder beside an encoder.
+    pub(crate) fn logits(batch: usize, seq: usize, target: Option<usize>) -> Self {
+        Self {
+            target,
+            output: ForwardOutput::Logits,
+            ..Self::loss(batch, seq)
         }
     }
 }
@@ -178,11 +190,13 @@ impl Plan {
         } else {
             Head::Logits
         };
+        let trace = self.draft.trace.clone().with_head(head);
         let options = TraceOptions {
             batch: forward.batch,
             seq: forward.seq,
+            target_seq: forward.target.or(trace.target_seq),
             context: Some(forward.context),
-            ..self.draft.trace.clone().with_head(head)
+            ..trace
         };
         let draft = &self.draft;
         let traced = draft.model.trace(&options)?;
@@ -231,13 +245,13 @@ impl Plan {
         Ok(cuts.collect())
     }
 
-    /// Checks that the model continues texts, which `what` needs.
+    /// Checks that the model writes texts, which `what` needs.
     ///
     /// # Errors
     /// [`PlanError::OtherObjective`] for a model that learns something else.
-    pub fn expect_causal(&self, what: &'static str) -> Result<()> {
+    pub fn expect_generative(&self, what: &'static str) -> Result<()> {
         match self.draft.model.objective() {
-            Objective::CausalLm => Ok(()),
+            Objective::CausalLm | Objective::SequenceToSequence => Ok(()),
             objective => Err(Error::Plan(PlanError::OtherObjective {
                 what,
                 family: self.draft.info.family,

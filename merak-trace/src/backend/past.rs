@@ -8,7 +8,24 @@ use std::{any::Any, fmt};
 /// backend's choice.
 #[derive(Default)]
 pub struct Past {
-    store: Option<Box<dyn Any + Send + Sync>>,
+    store: Option<Box<dyn Store>>,
+}
+
+/// A backend's type for keys and values.
+trait Store: Send + Sync {
+    fn as_any(&mut self) -> &mut dyn Any;
+
+    fn copy(&self) -> Box<dyn Store>;
+}
+
+impl<S: Clone + Send + Sync + 'static> Store for S {
+    fn as_any(&mut self) -> &mut dyn Any {
+        self
+    }
+
+    fn copy(&self) -> Box<dyn Store> {
+        Box::new(self.clone())
+    }
 }
 
 impl Past {
@@ -16,11 +33,20 @@ impl Past {
     ///
     /// # Panics
     /// If the store holds another type: one backend uses one type.
-    pub fn store<S: Default + Send + Sync + 'static>(&mut self) -> &mut S {
+    pub fn store<S: Default + Clone + Send + Sync + 'static>(&mut self) -> &mut S {
         let store = self.store.get_or_insert_with(|| Box::new(S::default()));
-        store
+        (**store)
+            .as_any()
             .downcast_mut()
             .expect("a cache stays with the backend that filled it")
+    }
+}
+
+impl Clone for Past {
+    fn clone(&self) -> Self {
+        Self {
+            store: self.store.as_ref().map(|store| (**store).copy()),
+        }
     }
 }
 

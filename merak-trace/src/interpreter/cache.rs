@@ -22,7 +22,7 @@ pub struct KvCache {
 }
 
 /// The past of one sequence.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 struct Passed {
     positions: usize,
     bytes: usize,
@@ -63,6 +63,31 @@ impl KvCache {
     /// Forgets a sequence.
     pub fn remove(&mut self, sequence: u64) {
         self.sequences.remove(&sequence);
+    }
+
+    /// Gives sequences the pasts of others, all at once: in each pair the second one goes on from
+    /// what the first one had before. Sequences that no pair names stay.
+    pub fn follow(&mut self, pairs: &[(u64, u64)]) {
+        let named = pairs.iter().flat_map(|&(from, to)| [from, to]);
+        let mut before: BTreeMap<u64, Passed> = named
+            .filter_map(|sequence| Some((sequence, self.sequences.remove(&sequence)?)))
+            .collect();
+        let mut uses: BTreeMap<u64, usize> = BTreeMap::new();
+        for (from, _) in pairs {
+            *uses.entry(*from).or_default() += 1;
+        }
+        for &(from, to) in pairs {
+            let left = uses.get_mut(&from).expect("it was counted");
+            *left -= 1;
+            // The last one takes it, the others copy it.
+            let past = match *left {
+                0 => before.remove(&from),
+                _ => before.get(&from).cloned(),
+            };
+            if let Some(past) = past {
+                self.sequences.insert(to, past);
+            }
+        }
     }
 
     /// Bytes of the keys and values.
@@ -259,4 +284,29 @@ fn numbers(positions: impl Iterator<Item = usize>) -> Vec<u8> {
     positions
         .flat_map(|position| number(position).to_ne_bytes())
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cache(positions: &[usize]) -> KvCache {
+        let passed = positions.iter().map(|&positions| Passed {
+            positions,
+            ..Passed::default()
+        });
+        KvCache {
+            sequences: (0..).zip(passed).collect(),
+        }
+    }
+
+    #[test]
+    fn sequences_follow_what_others_had_before() {
+        let mut cache = cache(&[10, 11, 12, 13]);
+        cache.follow(&[(1, 0), (0, 1), (1, 2)]);
+        let found = [0, 1, 2, 3].map(|sequence| cache.positions(sequence));
+        assert_eq!(found, [11, 10, 11, 13]);
+        cache.follow(&[(2, 0)]);
+        assert_eq!([0, 2].map(|sequence| cache.positions(sequence)), [11, 0]);
+    }
 }

@@ -59,6 +59,19 @@ pub(crate) struct Args {
     /// Divides the positive logits of tokens that are already there; 1 is off [default: 1].
     #[arg(long, allow_negative_numbers = true, value_name = "F")]
     repetition_penalty: Option<f64>,
+    /// No run of this many tokens occurs twice in a text; 0 is off [default: 0].
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
+    no_repeat_ngram_size: Option<usize>,
+    /// Fewest new tokens before one that ends a text [default: the model's].
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
+    min_new_tokens: Option<usize>,
+    /// Keeps the N likeliest continuations beside each other and prints the best; 1 is off
+    /// [default: 1].
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
+    num_beams: Option<usize>,
+    /// Power of the length by which a beam search divides scores [default: 1].
+    #[arg(long, allow_negative_numbers = true, value_name = "P")]
+    length_penalty: Option<f64>,
     /// Ends a text after the token in which this string ends; may be repeated.
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
@@ -129,6 +142,12 @@ impl Ready {
         };
         let prompts = prompts(args, tokenizer.as_ref())?;
         let can_stream = prompts.len() == 1 && args.adapter.len() <= 1 && tokenizer.is_some();
+        if args.stream && args.num_beams.is_some_and(|beams| beams > 1) {
+            return Err(Error::CommandLine(
+                "--stream prints tokens as they come, but a beam search chooses them at its end"
+                    .to_owned(),
+            ));
+        }
         if args.stream && !can_stream {
             return Err(Error::CommandLine(
                 "--stream prints the text of one prompt, and needs a tokenizer".to_owned(),
@@ -220,6 +239,22 @@ impl Args {
                 "--repetition-penalty",
                 "repetition_penalty",
                 self.repetition_penalty.map(|f| text(&f)),
+            ),
+            (
+                "--no-repeat-ngram-size",
+                "no_repeat_ngram_size",
+                self.no_repeat_ngram_size.map(|n| text(&n)),
+            ),
+            (
+                "--min-new-tokens",
+                "min_new_tokens",
+                self.min_new_tokens.map(|n| text(&n)),
+            ),
+            ("--num-beams", "num_beams", self.num_beams.map(|n| text(&n))),
+            (
+                "--length-penalty",
+                "length_penalty",
+                self.length_penalty.map(|p| text(&p)),
             ),
             ("--seed", "seed", self.seed.map(|seed| text(&seed))),
             ("--stop", "stop_strings", stops),

@@ -97,7 +97,12 @@ impl Loaded {
         {
             args.repetition_penalty = penalty;
         }
+        if args.num_beams > 1 {
+            args.temperature.0 = searched(args.temperature.0, is_open("temperature"), config)?;
+        }
         let sampling = [
+            ("num_beams", args.num_beams as f64),
+            ("no_repeat_ngram_size", args.no_repeat_ngram_size as f64),
             ("temperature", args.temperature.0),
             ("top_k", args.top_k as f64),
             ("top_p", args.top_p),
@@ -141,8 +146,6 @@ impl Loaded {
             ("forced_eos_token_id", None),
             ("guidance_scale", Some(1.0)),
             ("min_length", Some(0.0)),
-            ("no_repeat_ngram_size", Some(0.0)),
-            ("num_beams", Some(1.0)),
             ("penalty_alpha", Some(0.0)),
             ("sequence_bias", None),
             ("stop_strings", None),
@@ -168,10 +171,12 @@ impl Loaded {
         args: &CheckedArguments,
         tokenizer: Option<&Tokenizer>,
     ) -> GenerateOptions {
-        let fewest = self.generation["min_new_tokens"].as_u64().unwrap_or(0);
+        let stated = || self.generation["min_new_tokens"].as_u64().unwrap_or(0);
+        let stated = || usize::try_from(stated()).unwrap_or(usize::MAX);
         GenerateOptions {
             eos_token_ids: self.ends(args, tokenizer),
-            min_new_tokens: usize::try_from(fewest).unwrap_or(usize::MAX),
+            min_new_tokens: args.min_new_tokens.unwrap_or_else(stated),
+            decoder_start_token_id: Some(self.data_tokens(args).decoder_start),
             suppress_tokens: self.tokens(&self.generation, "suppress_tokens"),
             ..options_of(args)
         }
@@ -197,8 +202,8 @@ impl Loaded {
     /// that file names some.
     fn ends(&self, args: &CheckedArguments, tokenizer: Option<&Tokenizer>) -> Vec<u32> {
         const NAME: &str = "eos_token_id";
-        if let Some(end) = args.eos_token_id {
-            return vec![end];
+        if let Some(ends) = &args.eos_token_id {
+            return ends.0.clone();
         }
         let stated = self.generation.get(NAME).filter(|ends| !ends.is_null());
         let config = stated.map_or(&self.json, |_| &self.generation);
@@ -233,6 +238,20 @@ impl Loaded {
             .filter_map(|token| u32::try_from(token).ok());
         ids.collect()
     }
+}
+
+/// The temperature of a beam search, which draws nothing: 0, or refused where another is asked for.
+fn searched(temperature: f64, is_open: bool, config: &Config) -> Result<f64> {
+    const KEY: &str = "temperature";
+    if is_open || temperature == 0.0 {
+        return Ok(0.0);
+    }
+    Err(Error::Config(ConfigError::IllegalValue {
+        key: KEY,
+        found: temperature.to_string(),
+        place: config.origin(KEY).to_string(),
+        expected: "0 or unset: with several \"num_beams\" no token is drawn".to_owned(),
+    }))
 }
 
 /// Refuses an end of texts that is not a token.

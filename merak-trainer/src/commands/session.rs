@@ -26,6 +26,10 @@ pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
         top_p: args.top_p,
         min_p: args.min_p,
         repetition_penalty: args.repetition_penalty,
+        no_repeat_ngram_size: args.no_repeat_ngram_size,
+        num_beams: args.num_beams,
+        length_penalty: args.length_penalty,
+        early_stopping: args.early_stopping.0,
         seed: args.seed,
         ..GenerateOptions::default()
     }
@@ -51,7 +55,7 @@ impl Session {
         let inputs = PlanInputs::read(loaded.model, &args)?;
         let plan = Arc::new(Plan::new(&inputs, &args)?.frozen());
         plan.check_memory(&args, &[Workload::Generation { positions }])?;
-        plan.expect_causal("text generation")?;
+        plan.expect_generative("text generation")?;
         Ok(Self {
             args,
             tokenizer,

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use merak_ckpt::EarlyStopping;
 use merak_partition::{RecomputeOp, SplitMethod};
 use merak_pipe::ScheduleKind;
 use merak_zero::{
@@ -17,8 +18,8 @@ use super::{
     schedule::TrainSchedule,
     setting::InputPath,
     special::{
-        AdapterName, Boundaries, LrScales, MetricName, Ratios, SeqLength, Temperature,
-        ThreadsPerRank, TokenizerSource,
+        AdapterName, Boundaries, EarlyStop, LrScales, MetricName, Ratios, SeqLength, Temperature,
+        ThreadsPerRank, TokenIds, TokenizerSource,
     },
 };
 
@@ -46,6 +47,9 @@ const MAX_WINDOW: i64 = 10_000;
 
 /// Upper bound on the power of the first loss scale: `f32` holds the scale and its inverse.
 const MAX_SCALE_POWER: i64 = 100;
+
+/// Upper bound on beams: more than any search profits from is a typing mistake.
+const MAX_BEAMS: i64 = 1024;
 
 /// Upper bound on the time of a message, as of the other costs of a search.
 const MAX_COMM_COST: i64 = 1_000_000_000_000_000;
@@ -331,10 +335,24 @@ settings! {
         use_cache: bool = true,
         /// Divisor of the positive logits of tokens already present; 1 is off.
         repetition_penalty: f64 [more_than 0] = 1.0,
+        /// No run of this many tokens occurs twice in a text, prompt included; 0 is off.
+        no_repeat_ngram_size: usize = 0,
+        /// Fewest new tokens before one that ends a text; unset: that of the model's
+        /// generation_config.json.
+        min_new_tokens: Option<usize> = None,
+        /// Continuations that a beam search keeps for each prompt; 1 is off. A search draws nothing.
+        num_beams: usize [at_least 1, at_most MAX_BEAMS] = 1,
+        /// Power of the number of new tokens by which a beam search divides the score of a text;
+        /// more than 0 prefers longer ones.
+        length_penalty: f64 = 1.0,
+        /// When a beam search ends: `false` once no running beam would be better if it ended now,
+        /// `true` once as many texts as beams have ended, `never` once none can become better.
+        early_stopping: EarlyStop = EarlyStop(EarlyStopping::No),
         /// Strings that end a generated text, behind the token in which they end.
         stop_strings: Option<Vec<String>> = None,
-        /// Token that ends a generated row; unset: those of the model's config and the tokenizer's.
-        eos_token_id: Option<u32> = None,
+        /// Token that ends a generated row, or a list of them; unset: those of the model's config
+        /// and the tokenizer's.
+        eos_token_id: Option<TokenIds> = None,
         /// Token that fills shorter rows of a batch; unset: the one of the model's config.
         pad_token_id: Option<u32> = None,
     }

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use merak_ckpt::{ADAPTER_NAMES, is_adapter_name};
+use merak_ckpt::{ADAPTER_NAMES, EarlyStopping, is_adapter_name};
 use serde_json::Value;
 
 use super::{
@@ -157,6 +157,68 @@ impl Setting for Temperature {
 
     fn to_value(&self) -> Value {
         self.0.to_value()
+    }
+}
+
+/// Tokens: one number or a list of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TokenIds(pub Vec<u32>);
+
+impl Setting for TokenIds {
+    fn expected(range: Range) -> String {
+        format!("{} or a list of them", u32::expected(range))
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        match value {
+            Value::Array(_) => Vec::from_value(value).map(Self),
+            token => Ok(Self(vec![u32::from_value(token)?])),
+        }
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        Vec::from_text(text).map(Self)
+    }
+
+    fn to_value(&self) -> Value {
+        match self.0.as_slice() {
+            [token] => Value::from(*token),
+            tokens => Value::from(tokens),
+        }
+    }
+}
+
+/// When a beam search ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EarlyStop(pub EarlyStopping);
+
+impl Setting for EarlyStop {
+    fn expected(_: Range) -> String {
+        r#"true, false or "never""#.into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        match value {
+            Value::Bool(true) => Ok(Self(EarlyStopping::Yes)),
+            Value::Bool(false) => Ok(Self(EarlyStopping::No)),
+            Value::String(text) => Self::from_text(text),
+            _ => Err(Refusal::Type),
+        }
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        match text {
+            "never" => Ok(Self(EarlyStopping::Never)),
+            flag => Self::from_value(&Value::Bool(bool::from_text(flag)?)),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        match self.0 {
+            EarlyStopping::No => Value::Bool(false),
+            EarlyStopping::Yes => Value::Bool(true),
+            EarlyStopping::Never => Value::from("never"),
+        }
     }
 }
 

@@ -261,7 +261,9 @@ impl Maker<'_> {
     fn end(&self, tokenizer: &Tokenizer) -> Result<u32> {
         let end = tokenizer.end_of_document();
         let end = end.or_else(|| {
-            let end = self.args.eos_token_id.or(self.model.eos_token_id)?;
+            let named = self.args.eos_token_id.as_ref();
+            let named = named.and_then(|ends| ends.0.first().copied());
+            let end = named.or(self.model.eos_token_id)?;
             ((end as usize) < tokenizer.vocab_size()).then_some(end)
         });
         end.ok_or(Error::Config(ConfigError::MissingKey {

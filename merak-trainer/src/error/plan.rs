@@ -134,7 +134,7 @@ pub enum PlanError {
     NothingTrained,
     /// A model that was made for another task.
     #[error(
-        "{what} needs a model for causal language modelling, but this {family} model is for {objective}"
+        "{what} needs a model for causal language modelling or sequence-to-sequence learning, but this {family} model is for {objective}"
     )]
     OtherObjective {
         /// The requested task.

@@ -162,16 +162,14 @@ fn check(info: &ModelInfo, args: &CheckedArguments) -> Result<()> {
             stages: args.pp,
         }));
     }
-    for (key, token) in [
-        ("eos_token_id", args.eos_token_id),
-        ("pad_token_id", args.pad_token_id),
-    ] {
-        let vocab = info.vocab_size;
-        if let Some(token) = token.filter(|&token| token as usize >= vocab) {
-            return Err(Error::Plan(PlanError::UnknownToken { key, token, vocab }));
-        }
+    let vocab = info.vocab_size;
+    let ends = args.eos_token_id.iter().flat_map(|ends| &ends.0);
+    let named = ends.map(|&token| ("eos_token_id", token));
+    let pad = args.pad_token_id.map(|token| ("pad_token_id", token));
+    match named.chain(pad).find(|&(_, token)| token as usize >= vocab) {
+        Some((key, token)) => Err(Error::Plan(PlanError::UnknownToken { key, token, vocab })),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Adds the file to an error of the adapter's description. The adapter's name is no part of it.

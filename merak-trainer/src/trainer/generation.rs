@@ -1,13 +1,16 @@
 //! Text generation: prompts pass the pipeline once, and every token after them in a short pass.
 
 mod decoding;
+mod encoded;
 mod programs;
+mod search;
 
-use self::decoding::Generation;
 pub(super) use self::programs::Programs;
+use self::{decoding::Generation, search::Search};
 use super::{MerakTrainer, link};
 use crate::error::{Error, Result};
-use merak_ckpt::{Completion, Decoding, GenerateOptions, NewToken, Sampler};
+use merak_ckpt::{Completion, GenerateOptions, NewToken};
+use merak_trace::models::Objective;
 use std::ops::{ControlFlow, Range};
 
 impl MerakTrainer {
@@ -21,6 +24,10 @@ impl MerakTrainer {
     /// sequence passes again where the next token changes how its length scales positions, as the
     /// kept keys would not fit: once under `longrope`, and from the longest training sequence on
     /// under `dynamic`.
+    ///
+    /// With several beams the likeliest continuation of a beam search is returned, and `on_token`
+    /// of [`MerakTrainer::generate_with`] sees nothing. Of an encoder-decoder, prompts are what the
+    /// encoder reads, and whole sequences pass for each token.
     ///
     /// # Communication
     /// Per token the pipeline's forward hops for each group of prompts, and the tokens from the
@@ -45,8 +52,9 @@ impl MerakTrainer {
     /// When an option is out of range, or a prompt is empty, leaves no room or has an unknown
     /// token.
     pub fn check_prompts(&self, prompts: &[Vec<u32>], options: &GenerateOptions) -> Result<()> {
-        self.stages.plan.expect_causal("text generation")?;
-        let vocab = self.stages.plan.draft.info.vocab_size;
+        let plan = &self.stages.plan;
+        plan.expect_generative("text generation")?;
+        let vocab = plan.draft.info.vocab_size;
         for (prompt, tokens) in prompts.iter().enumerate() {
             if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocab) {
                 return Err(Error::PromptToken {
@@ -56,8 +64,7 @@ impl MerakTrainer {
                 });
             }
         }
-        Decoding::new(prompts, &self.limited(options))?;
-        Ok(())
+        self.search(prompts, &self.limited(options)).map(drop)
     }
 
     /// The options with their length limited to the model's.
@@ -65,9 +72,36 @@ impl MerakTrainer {
         let longest = self.stages.plan.draft.info.max_seq;
         let limit = options.seq_length.unwrap_or(longest);
         GenerateOptions {
-            seq_length: Some(limit.min(longest)),
+            // Relative positions of a decoder beside an encoder have no end.
+            seq_length: (!self.has_encoder()).then_some(limit.min(longest)),
             ..options.clone()
         }
+    }
+
+    /// Whether an encoder reads the prompts and a decoder writes the texts.
+    fn has_encoder(&self) -> bool {
+        self.stages.plan.draft.model.objective() == Objective::SequenceToSequence
+    }
+
+    /// The sequences that grow, before the first token: the prompts, or those of a decoder beside
+    /// an encoder.
+    fn search(&self, prompts: &[Vec<u32>], options: &GenerateOptions) -> Result<Search> {
+        if !self.has_encoder() {
+            return Search::new(prompts, options);
+        }
+        let numbered = (options.first_prompt..).zip(prompts);
+        if let Some((prompt, _)) = numbered.into_iter().find(|(_, ids)| ids.is_empty()) {
+            return Err(merak_ckpt::Error::EmptyPrompt { prompt }.into());
+        }
+        let start = options.decoder_start_token_id.ok_or_else(|| {
+            let (key, found) = ("decoder_start_token_id", "none".to_owned());
+            merak_ckpt::Error::InvalidOption {
+                key,
+                found,
+                expected: "the token from which the decoder starts",
+            }
+        })?;
+        Search::new(&vec![vec![start]; prompts.len()], options)
     }
 
     /// As [`MerakTrainer::generate`], with a callback: `on_token` sees each token of this rank's
@@ -93,17 +127,24 @@ impl MerakTrainer {
             first_prompt: options.first_prompt + own.start as u64,
             ..options
         };
-        let decoding = Decoding::new(&prompts[own], &options)?;
+        let prompts = &prompts[own];
+        let search = self.search(prompts, &options)?;
+        let has_encoder = self.has_encoder();
+        let sources = has_encoder.then_some((options.first_prompt, prompts));
         let held = self.stages.hold_params()?;
         // Replicas make different numbers of passes, so no turn is that of several.
         let turns = self.stages.mpu.tensor_parallel_group();
         let of_replica = link(&self.stages.mpu, &self.args, turns);
-        let sampler = Sampler::new(&options)?;
         let shared = std::mem::replace(&mut self.link, of_replica);
-        let completions = Generation::new(self, sampler).run(decoding, on_token);
+        let completions = Generation::new(self, sources, options.num_beams).run(search, on_token);
         self.link = shared;
         drop(held);
-        let completions = completions?;
+        let mut completions = completions?;
+        if has_encoder {
+            for (completion, prompt) in completions.iter_mut().zip(prompts) {
+                completion.prompt_ids.clone_from(prompt);
+            }
+        }
         if data.world_size() == 1 {
             return Ok(completions);
         }

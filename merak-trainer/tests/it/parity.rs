@@ -7,6 +7,7 @@ pub(crate) mod formula;
 mod generation;
 mod imported;
 mod lora;
+mod search;
 
 use std::{
     collections::BTreeMap,

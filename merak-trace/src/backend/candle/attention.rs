@@ -23,7 +23,7 @@ struct Terms<T> {
 }
 
 /// Keys and values of a sequence, `[n, kv_heads*D]` each.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Kept<T> {
     keys: Vec<T>,
     values: Vec<T>,

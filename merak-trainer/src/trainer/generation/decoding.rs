@@ -1,17 +1,21 @@
 //! The decode loop of one replica: groups of prompts go round the pipeline.
 
+use super::search::Search;
 use crate::{
     data::{Batch, Microbatch, SampleTensor},
     error::Result,
-    plan::{Forward, ForwardOutput},
+    plan::Forward,
     stage::{Decoded, StepInputs, StepModule, floats},
     trainer::MerakTrainer,
 };
-use merak_ckpt::{Completion, Decoding, NewToken, Row, Sampler};
+use merak_ckpt::{Completion, NewToken, Row};
 use merak_mpu::{Packet, into_vec};
 use merak_pipe::{Action, Kind, MicrobatchId, PipelineEngine, Rounds, Span, StageId, Visit};
 use merak_trace::{KvCache, Value};
-use std::{collections::BTreeMap, ops::ControlFlow, time::Instant};
+use std::{
+    ops::{ControlFlow, Range},
+    time::Instant,
+};
 
 /// Upper bound on the positions of several sequences that pass together: enough for fast products.
 const MAX_POSITIONS: usize = 512;
@@ -31,10 +35,13 @@ const TOKENS: u64 = u64::MAX;
 /// stage 2         g0 g1 g2 g0 ..
 /// ```
 pub(super) struct Generation<'a> {
-    trainer: &'a mut MerakTrainer,
-    sampler: Sampler,
+    pub(super) trainer: &'a mut MerakTrainer,
+    /// What the encoder reads, by prompt, from this number on; for encoder-decoders.
+    pub(super) sources: Option<(u64, &'a [Vec<u32>])>,
+    /// Sequences that each prompt may have at once.
+    pub(super) sequences_per_prompt: u64,
     epoch: Instant,
-    spans: Vec<Span>,
+    pub(super) spans: Vec<Span>,
     /// The keys and values of each stage of the rank.
     caches: Vec<KvCache>,
     /// The stage with the model's last attention.
@@ -49,16 +56,16 @@ struct Group {
     prompts: Vec<u64>,
     /// The passes of this round; empty before the first.
     passes: Vec<Pass>,
-    /// Its next tokens, on the rank that chose them.
-    tokens: Option<Vec<u32>>,
+    /// What follows its sequences ([`Search::choose`]), on the rank that chose it.
+    words: Option<Vec<u32>>,
 }
 
 /// The next positions of some sequences, end to end.
 #[derive(Debug)]
-struct Pass {
+pub(super) struct Pass {
     /// The sequences and how many positions of each pass.
-    sequences: Vec<(u64, usize)>,
-    ids: Vec<i64>,
+    pub(super) sequences: Vec<(u64, usize)>,
+    pub(super) ids: Vec<i64>,
     /// The last position of each sequence.
     newest: Vec<usize>,
     /// The length by which positions are scaled.
@@ -66,10 +73,16 @@ struct Pass {
 }
 
 impl<'a> Generation<'a> {
-    pub(super) fn new(trainer: &'a mut MerakTrainer, sampler: Sampler) -> Self {
+    /// For encoder-decoders, `sources` are the prompts from the first of that number on.
+    pub(super) fn new(
+        trainer: &'a mut MerakTrainer,
+        sources: Option<(u64, &'a [Vec<u32>])>,
+        num_beams: usize,
+    ) -> Self {
         let stages = trainer.stages.stages.iter();
         Self {
-            sampler,
+            sources,
+            sequences_per_prompt: num_beams as u64,
             epoch: trainer.stages.mpu.member().epoch(),
             spans: Vec::new(),
             caches: stages.map(|_| KvCache::default()).collect(),
@@ -81,10 +94,10 @@ impl<'a> Generation<'a> {
     /// Decodes until every sequence has ended.
     pub(super) fn run(
         mut self,
-        mut decoding: Decoding,
+        mut search: Search,
         on_token: &mut dyn FnMut(NewToken) -> ControlFlow<()>,
     ) -> Result<Vec<Completion>> {
-        let prompts: Vec<u64> = decoding.rows().iter().map(|row| row.prompt).collect();
+        let prompts = search.waiting();
         let pipeline = self.trainer.stages.mpu.pipeline_parallel_group();
         let (rank, ranks) = (pipeline.rank(), pipeline.world_size());
         let size = prompts.len().div_ceil(ranks).max(1);
@@ -109,65 +122,71 @@ impl<'a> Generation<'a> {
             }
             if Some(visit.stages.start) == first_stage {
                 if !group.passes.is_empty() {
-                    self.take_tokens(group, &mut decoding, on_token)?;
+                    self.take_words(group, &mut search, on_token)?;
                 }
-                group.passes = self.passes(&decoding, &group.prompts);
+                group.passes = self.passes(&search, &group.prompts);
             }
-            self.visit(&visit, group, &decoding)?;
+            self.visit(&visit, group, &search)?;
         }
         self.trainer.records.timeline = self.spans;
-        Ok(decoding.finish())
+        Ok(search.finish())
     }
 
-    /// Ends a group's round: its sequences grow by their tokens, and those that have ended leave
+    /// Ends a group's round: its sequences grow by their tokens, and prompts that are done leave
     /// it.
-    fn take_tokens(
+    fn take_words(
         &mut self,
         group: &mut Group,
-        decoding: &mut Decoding,
+        search: &mut Search,
         on_token: &mut dyn FnMut(NewToken) -> ControlFlow<()>,
     ) -> Result<()> {
-        let tokens = self.tokens_of(group)?;
-        for (&prompt, id) in group.prompts.iter().zip(tokens) {
-            if on_token(decoding.push(prompt, id)).is_break() {
-                decoding.stop(prompt);
-            }
-        }
+        let mut words = self.words_of(group)?.into_iter();
         group.prompts.retain(|&prompt| {
-            let waits = decoding.row(prompt).is_some();
-            if !waits {
-                self.forget(prompt);
+            let before: Vec<_> = search.rows(prompt).iter().map(|row| row.prompt).collect();
+            let going = search.advance(prompt, &mut words, on_token);
+            for cache in &mut self.caches {
+                if going.iter().any(|(before, after)| before != after) {
+                    cache.follow(&going);
+                }
+                for &sequence in &before {
+                    if !going.iter().any(|(_, after)| *after == sequence) {
+                        cache.remove(sequence);
+                    }
+                }
             }
-            waits
+            !going.is_empty()
         });
         Ok(())
     }
 
-    /// The tokens of a group, from the last stage.
-    fn tokens_of(&self, group: &mut Group) -> Result<Vec<u32>> {
-        if let Some(tokens) = group.tokens.take() {
-            return Ok(tokens);
+    /// What follows the sequences of a group, from the last stage.
+    fn words_of(&self, group: &mut Group) -> Result<Vec<u32>> {
+        if let Some(words) = group.words.take() {
+            return Ok(words);
         }
         let stages = &self.trainer.stages;
         let pipeline = stages.mpu.pipeline_parallel_group();
         let message = pipeline.recv(stages.plan.last_rank(), TOKENS - group.number)?;
         let packet = message.into_iter().next();
-        let data = packet.expect("tokens come in one packet").data;
+        let data = packet.expect("words come in one packet").data;
         Ok(into_vec(data)?)
     }
 
-    /// Runs stages of this rank for a group; after the last stage, sends its tokens to all ranks of
-    /// the pipeline.
-    fn visit(&mut self, visit: &Visit, group: &mut Group, decoding: &Decoding) -> Result<()> {
+    /// Runs stages of this rank for a group; after the last stage, tells all ranks of the pipeline
+    /// what follows its sequences.
+    fn visit(&mut self, visit: &Visit, group: &mut Group, search: &Search) -> Result<()> {
         let action = |stage| Action::new(StageId(stage), Kind::Forward, MicrobatchId(0));
         let actions: Vec<_> = visit.stages.clone().map(action).collect();
         let placement = self.trainer.stages.plan.placement();
         let is_last = visit.stages.end == placement.len();
         let engine =
             PipelineEngine::of_actions(&actions, placement, visit.rank).with_epoch(self.epoch);
-        let mut tokens = Vec::with_capacity(group.prompts.len());
+        let mut words = Vec::with_capacity(group.prompts.len());
         for pass in &group.passes {
-            tokens.extend(self.pass(&engine, pass, decoding)?);
+            words.extend(match self.sources {
+                Some(_) => self.pass_encoded(&engine, pass, search)?,
+                None => self.pass(&engine, pass, search)?,
+            });
         }
         if !is_last || group.passes.is_empty() {
             return Ok(());
@@ -175,18 +194,18 @@ impl<'a> Generation<'a> {
         let pipeline = self.trainer.stages.mpu.pipeline_parallel_group();
         for peer in (0..pipeline.world_size()).filter(|&peer| peer != pipeline.rank()) {
             let packet = Packet {
-                shape: vec![tokens.len()],
-                data: Box::new(tokens.clone()),
+                shape: vec![words.len()],
+                data: Box::new(words.clone()),
             };
             pipeline.send(peer, TOKENS - group.number, vec![packet])?;
         }
-        group.tokens = Some(tokens);
+        group.words = Some(words);
         Ok(())
     }
 
     /// The next positions of sequences that wait, grouped into passes.
-    fn passes(&mut self, decoding: &Decoding, prompts: &[u64]) -> Vec<Pass> {
-        let rows: Vec<_> = prompts.iter().filter_map(|&p| decoding.row(p)).collect();
+    fn passes(&mut self, search: &Search, prompts: &[u64]) -> Vec<Pass> {
+        let rows: Vec<_> = prompts.iter().flat_map(|&p| search.rows(p)).collect();
         for row in &rows {
             self.forget_unless_it_fits(row);
         }
@@ -231,26 +250,25 @@ impl<'a> Generation<'a> {
         }
     }
 
-    fn forget(&mut self, prompt: u64) {
+    fn forget(&mut self, sequence: u64) {
         let caches = self.caches.iter_mut();
-        caches.for_each(|cache| cache.remove(prompt));
+        caches.for_each(|cache| cache.remove(sequence));
     }
 
     /// How many rows pass together: those whose next positions fit into one sequence of the model
     /// and are scaled alike.
     fn fitting(&self, rows: &[Row<'_>]) -> usize {
-        let limit = self
-            .trainer
-            .stages
-            .plan
-            .draft
-            .info
-            .max_seq
-            .min(MAX_POSITIONS);
+        let longest = self.trainer.stages.plan.draft.info.max_seq;
+        // Whole sequences stand beside each other.
+        let limit = match self.sources {
+            Some(_) => MAX_POSITIONS,
+            None => longest.min(MAX_POSITIONS),
+        };
         let context = |row: &Row<'_>| self.context(row.tokens.len());
         let mut positions = 0;
         let fits = |row: &&Row<'_>| {
             positions += row.tokens.len() - self.passed(row);
+            positions += self.sources.map_or(0, |_| self.source(row.prompt).len());
             positions <= limit && context(row) == context(&rows[0])
         };
         rows.iter().take_while(fits).count().max(1)
@@ -262,18 +280,11 @@ impl<'a> Generation<'a> {
         cache.map_or(0, |cache| cache.positions(row.prompt))
     }
 
-    /// Passes positions through stages of this rank; the last stage returns the tokens that follow.
-    fn pass(
-        &mut self,
-        engine: &PipelineEngine,
-        pass: &Pass,
-        decoding: &Decoding,
-    ) -> Result<Vec<u32>> {
+    /// Passes positions through stages of this rank; the last stage returns what follows them.
+    fn pass(&mut self, engine: &PipelineEngine, pass: &Pass, search: &Search) -> Result<Vec<u32>> {
         let forward = Forward {
-            batch: 1,
-            seq: pass.ids.len(),
             context: pass.context,
-            output: ForwardOutput::Logits,
+            ..Forward::logits(1, pass.ids.len(), None)
         };
         let only_newest = Forward {
             seq: pass.newest.len(),
@@ -303,51 +314,68 @@ impl<'a> Generation<'a> {
         let mut module = StepModule::decoding(stages, decoded, inputs);
         self.spans.extend(engine.run(&mut module, link)?);
         let outputs = module.finish().outputs.into_values().next();
-        let Some(mut outputs) = outputs else {
-            return Ok(Vec::new());
-        };
+        match outputs {
+            Some(mut outputs) => self.choose(outputs.swap_remove(0), pass, 0..1, search),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// What follows the sequences of a pass: of the positions of logits that each of them has, the
+    /// one at `newest.start` of `newest.end` counts.
+    pub(super) fn choose(
+        &mut self,
+        logits: Value,
+        pass: &Pass,
+        newest: Range<usize>,
+        search: &Search,
+    ) -> Result<Vec<u32>> {
         let rows = pass.sequences.iter();
         let rows: Vec<_> = rows
-            .filter_map(|&(prompt, _)| decoding.row(prompt))
+            .filter_map(|&(sequence, _)| search.row(sequence))
             .collect();
-        let tokens = self.pick(outputs.swap_remove(0), &rows)?;
+        let backend = &self.trainer.stages.backend;
+        let ty = logits.ty().clone();
+        let buffer = backend.into_buffer(logits)?;
+        let mut words = Ok(Vec::new());
+        buffer.read(&mut |bytes| {
+            let of_rows = bytes.chunks_exact(bytes.len() / rows.len());
+            let choose = |(row, bytes): (&Row<'_>, &[u8])| {
+                let width = bytes.len() / newest.end;
+                let own = &bytes[newest.start * width..][..width];
+                search.choose(row, &floats(ty.dtype, own))
+            };
+            let chosen = rows.iter().zip(of_rows).map(choose);
+            words = chosen.collect::<Result<Vec<_>>>();
+        });
+        // The backend reuses the memory.
+        drop(backend.from_buffer(&ty, buffer)?);
         // Choosing is a part of the last stage's work.
         if let Some(last) = self.spans.last_mut() {
             last.end = self.epoch.elapsed().as_secs_f64();
         }
-        Ok(tokens)
-    }
-
-    /// Chooses a token for each row of logits.
-    fn pick(&self, logits: Value, rows: &[Row<'_>]) -> Result<Vec<u32>> {
-        let backend = &self.trainer.stages.backend;
-        let ty = logits.ty().clone();
-        let buffer = backend.into_buffer(logits)?;
-        let mut tokens = Ok(Vec::new());
-        buffer.read(&mut |bytes| {
-            let rows = rows
-                .iter()
-                .zip(bytes.chunks_exact(bytes.len() / rows.len()));
-            let pick =
-                |(row, bytes): (&Row<'_>, _)| row.pick(&self.sampler, &floats(ty.dtype, bytes));
-            tokens = rows.map(pick).collect();
-        });
-        // The backend reuses the memory.
-        drop(backend.from_buffer(&ty, buffer)?);
-        Ok(tokens?)
+        Ok(words?.concat())
     }
 }
 
 /// One sequence of these tokens.
 fn batch(ids: Vec<i64>) -> Batch {
-    let tensor = SampleTensor::new(vec![1, ids.len()], ids).expect("the length is theirs");
+    rows(1, [("input_ids", ids)])
+}
+
+/// As many rows of each of these inputs.
+pub(super) fn rows<const N: usize>(rows: usize, inputs: [(&str, Vec<i64>); N]) -> Batch {
+    let tensor = |(name, ids): (&str, Vec<i64>)| {
+        let shape = vec![rows, ids.len() / rows];
+        let tensor = SampleTensor::new(shape, ids).expect("the length is theirs");
+        (name.to_owned(), tensor)
+    };
     Batch {
         microbatch: Microbatch {
             first_position: 0,
             indices: Vec::new(),
-            rows: 1,
+            rows,
             epoch: 0,
         },
-        tensors: BTreeMap::from([("input_ids".to_owned(), tensor)]),
+        tensors: inputs.map(tensor).into_iter().collect(),
     }
 }

@@ -529,7 +529,7 @@ fn models_that_continue_no_text_do_not_generate() {
     let place = place(&bert("BertForMaskedLM"), "text", "text");
     let shown = place.succeed("train merak.toml --max_steps 1");
     assert!(!shown.contains("merak generate"), "{shown}");
-    assert_snapshot!(place.mistake("generate run --prompt-ids 1"), @"error: text generation needs a model for causal language modelling, but this bert model is for masked language modelling");
+    assert_snapshot!(place.mistake("generate run --prompt-ids 1"), @"error: text generation needs a model for causal language modelling or sequence-to-sequence learning, but this bert model is for masked language modelling");
 }
 
 #[test]

@@ -1,0 +1,90 @@
+//! Links of the repository's documents lead somewhere.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// The documents: those of the root, of `docs` and of the crates.
+fn documents() -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut folders = vec![root.clone(), root.join("docs"), root.join("examples")];
+    let entries = fs::read_dir(&root).expect("the repository is a folder");
+    let crates = entries.map(|entry| entry.expect("a readable entry").path());
+    folders.extend(crates.filter(|path| path.join("Cargo.toml").is_file()));
+    let mut documents = BTreeSet::new();
+    for folder in folders {
+        let Ok(entries) = fs::read_dir(folder) else {
+            continue;
+        };
+        let files = entries.map(|entry| entry.expect("a readable entry").path());
+        documents.extend(files.filter(|path| path.extension().is_some_and(|end| end == "md")));
+    }
+    documents.into_iter().collect()
+}
+
+/// The lines of a document that are text, not code.
+fn text(document: &str) -> String {
+    let mut is_code = false;
+    let mut lines = Vec::new();
+    for line in document.lines() {
+        if line.trim_start().starts_with("```") {
+            is_code = !is_code;
+        } else if !is_code {
+            lines.push(line);
+        }
+    }
+    lines.join("\n")
+}
+
+/// Where links lead: what stands in `](..)`.
+fn links(text: &str) -> impl Iterator<Item = &str> {
+    text.split("](").skip(1).filter_map(|rest| {
+        let end = rest.find(')')?;
+        Some(&rest[..end])
+    })
+}
+
+/// The anchors of a document's headings, as hosts of repositories make them.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let headings = text.lines().filter(|line| line.starts_with('#'));
+    let anchor = |line: &str| {
+        let title = line.trim_start_matches('#').trim().to_lowercase();
+        let kept = title
+            .chars()
+            .filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+        kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+    };
+    headings.map(anchor).collect()
+}
+
+#[test]
+fn every_link_of_a_document_leads_somewhere() {
+    let documents = documents();
+    assert!(documents.len() > 10, "{documents:?}");
+    let mut broken = Vec::new();
+    for document in documents {
+        let content = fs::read_to_string(&document).expect("documents are text");
+        for link in links(&text(&content)) {
+            if link.starts_with("http") || link.contains("://") || link.contains(' ') {
+                continue;
+            }
+            let (path, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if path.is_empty() {
+                document.clone()
+            } else {
+                document.with_file_name(path)
+            };
+            let leads = target.exists()
+                && (anchor.is_empty() || {
+                    let content = fs::read_to_string(&target).unwrap_or_default();
+                    anchors(&text(&content)).contains(anchor)
+                });
+            if !leads {
+                broken.push(format!("{}: {link}", document.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
+}
