@@ -13,6 +13,7 @@ mod optimizers; // L2, L3: every rule of the optimizer
 mod pipeline; // L1: the pipeline changes no bit
 mod resume; // L3, L5: resumed runs and equal bytes
 mod stages; // L1, L3: several stages per rank
+mod timeline; // ranks share an axis of time
 mod topology; // L2: the degrees change the order of summation only
 mod update; // N18: what a step may touch
 

@@ -4,7 +4,7 @@ mod tensors;
 
 use std::{collections::BTreeMap, path::Path, process::Command, sync::Arc};
 
-use merak_mpu::Mpu;
+use merak_mpu::{Member, Mpu};
 use merak_trace::models;
 use merak_trainer::{
     Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, PlanInputs, Result, StepReport,
@@ -256,28 +256,33 @@ impl Case {
         told: impl Fn(usize) -> Option<Box<dyn Callback>> + Sync,
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
-        let (plan, args) = (self.plan(), self.arguments());
-        run_world(&args, |member| {
+        let plan = self.plan();
+        run_world(&self.arguments(), |member| {
             let callbacks = told(member.rank().0).into_iter().collect();
-            let mpu = Mpu::new(member, plan.draft.degrees)?;
-            let parts = TrainerParts {
-                train_data: Some(Arc::clone(&self.data)),
-                eval_data: Some(Arc::clone(&self.data)),
-                num_threads: self.num_threads,
-                model_files: vec![(
-                    "config.json".to_owned(),
-                    self.model.to_string().into_bytes(),
-                )],
-                callbacks,
-                ..TrainerParts::default()
-            };
-            body(&mut MerakTrainer::new(
-                Arc::clone(&plan),
-                mpu,
-                &args,
-                parts,
-            )?)
+            body(&mut self.trainer(&plan, member, callbacks)?)
         })
+    }
+
+    /// The trainer of a rank.
+    pub(crate) fn trainer(
+        &self,
+        plan: &Arc<Plan>,
+        member: Member,
+        callbacks: Vec<Box<dyn Callback>>,
+    ) -> Result<MerakTrainer> {
+        let mpu = Mpu::new(member, plan.draft.degrees)?;
+        let parts = TrainerParts {
+            train_data: Some(Arc::clone(&self.data)),
+            eval_data: Some(Arc::clone(&self.data)),
+            num_threads: self.num_threads,
+            model_files: vec![(
+                "config.json".to_owned(),
+                self.model.to_string().into_bytes(),
+            )],
+            callbacks,
+            ..TrainerParts::default()
+        };
+        MerakTrainer::new(Arc::clone(plan), mpu, &self.arguments(), parts)
     }
 
     /// Runs `body` with every rank's trainer, which must succeed.
