@@ -21,6 +21,7 @@ mod sizes; // sizes that no machine can hold
 mod terminal; // what a command writes to a terminal
 mod training; // train, resume, generate, signals
 mod weights; // starting from Hugging Face folders
+mod worlds; // processes that make no world, or leave one
 
 use std::{
     fs,

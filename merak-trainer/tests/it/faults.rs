@@ -1,9 +1,13 @@
 //! Ranks that fail, files that are damaged: every run ends with a message, and what was saved stays
 //! good.
 
+#[cfg(unix)]
+mod processes; // ranks that are processes
+
 use std::{
     fs, io,
     path::{Path, PathBuf},
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -24,6 +28,10 @@ const TOKENS: Tokens = Tokens { samples: 37 };
 enum Fault {
     Unreadable,
     Panic,
+    /// The process ends without a word.
+    Exit,
+    /// The process is stopped.
+    Stop,
     LabelOutOfRange,
     TokenOutOfRange,
     OtherShape,
@@ -36,7 +44,11 @@ struct Faulty {
     bad: usize,
 }
 
-#[expect(clippy::panic, reason = "a data set of a user's may panic")]
+#[expect(
+    clippy::panic,
+    clippy::exit,
+    reason = "a data set of a user's may do anything"
+)]
 impl Dataset for Faulty {
     fn len(&self) -> usize {
         TOKENS.len()
@@ -59,6 +71,12 @@ impl Dataset for Faulty {
                 });
             }
             Fault::Panic => panic!("sample {index} is cursed"),
+            Fault::Exit => std::process::exit(0),
+            Fault::Stop => {
+                let own = std::process::id().to_string();
+                let stop = Command::new("kill").args(["-STOP", &own]).status();
+                assert!(stop.expect("a system has kill").success());
+            }
             Fault::LabelOutOfRange => replace(LABELS, vec![vocab; 8]),
             Fault::TokenOutOfRange => replace("input_ids", vec![-1; 8]),
             Fault::OtherShape => replace("input_ids", vec![1; 7]),
@@ -114,14 +132,19 @@ fn fails_in_step_3(degrees: (usize, usize, usize), fault: Fault) -> String {
         started.elapsed() < Duration::from_secs(15),
         "it waited for its deadline"
     );
+    expect_good_checkpoint(&case, folder.path());
+    message(&error, folder.path())
+}
 
-    let saved = Checkpoint::open(folder.path()).expect("a checkpoint was saved");
+/// Checks that the checkpoint of step 2 is whole, and that training goes on from it like an
+/// unbroken run.
+fn expect_good_checkpoint(case: &Case, folder: &Path) {
+    let saved = Checkpoint::open(folder).expect("a checkpoint was saved");
     let report = saved.verify();
     assert!(report.damage.is_empty(), "it is whole: {report:?}");
     assert_eq!(saved.manifest().header.step, 2);
     let rest = case.clone().with("resume_from_checkpoint", "auto").run(2);
     assert_eq!(numbers(&rest.reports), numbers(&case.run(4).reports[2..]));
-    message(&error, folder.path())
 }
 
 #[test]

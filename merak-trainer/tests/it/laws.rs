@@ -15,6 +15,7 @@ mod pipeline; // L1: the pipeline changes no bit
 mod prediction; // predictions of samples
 mod resume; // L3, L5: resumed runs and equal bytes
 mod stages; // L1, L3: several stages per rank
+mod timeline; // ranks share an axis of time
 mod topology; // L2: the degrees change the order of summation only
 mod update; // N18: what a step may touch
 

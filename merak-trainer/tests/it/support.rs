@@ -4,7 +4,7 @@ mod tensors;
 
 use std::{collections::BTreeMap, path::Path, process::Command, sync::Arc};
 
-use merak_mpu::Mpu;
+use merak_mpu::{Member, Mpu};
 use merak_trace::models;
 use merak_trainer::{
     Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, PlanInputs, Result, StepReport,
@@ -268,27 +268,39 @@ impl Case {
         change: impl Fn(usize, &mut TrainerParts) + Sync,
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
-        let (plan, args) = (self.plan(), self.arguments());
-        run_world(&args, |member| {
-            let mut parts = TrainerParts {
-                train_data: Some(Arc::clone(&self.data)),
-                eval_data: Some(Arc::clone(&self.data)),
-                num_threads: self.num_threads,
-                model_files: vec![(
-                    "config.json".to_owned(),
-                    self.model.to_string().into_bytes(),
-                )],
-                ..TrainerParts::default()
-            };
-            change(member.rank().0, &mut parts);
-            let mpu = Mpu::new(member, plan.draft.degrees)?;
-            body(&mut MerakTrainer::new(
-                Arc::clone(&plan),
-                mpu,
-                &args,
-                parts,
-            )?)
+        let plan = self.plan();
+        run_world(&self.arguments(), |member| {
+            let rank = member.rank().0;
+            let change = |parts: &mut TrainerParts| change(rank, parts);
+            body(&mut self.trainer_with(&plan, member, change)?)
         })
+    }
+
+    /// The trainer of a rank.
+    pub(crate) fn trainer(&self, plan: &Arc<Plan>, member: Member) -> Result<MerakTrainer> {
+        self.trainer_with(plan, member, |_| ())
+    }
+
+    /// The same, with changes of its parts.
+    fn trainer_with(
+        &self,
+        plan: &Arc<Plan>,
+        member: Member,
+        change: impl Fn(&mut TrainerParts),
+    ) -> Result<MerakTrainer> {
+        let mpu = Mpu::new(member, plan.draft.degrees)?;
+        let mut parts = TrainerParts {
+            train_data: Some(Arc::clone(&self.data)),
+            eval_data: Some(Arc::clone(&self.data)),
+            num_threads: self.num_threads,
+            model_files: vec![(
+                "config.json".to_owned(),
+                self.model.to_string().into_bytes(),
+            )],
+            ..TrainerParts::default()
+        };
+        change(&mut parts);
+        MerakTrainer::new(Arc::clone(plan), mpu, &self.arguments(), parts)
     }
 
     /// Runs `body` with every rank's trainer, which must succeed.

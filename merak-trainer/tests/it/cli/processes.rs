@@ -1,6 +1,9 @@
 //! Ranks in processes of their own do what ranks as threads do.
 
-use std::{collections::BTreeMap, fs, net::TcpListener, path::Path, thread, time::Duration};
+use std::{
+    collections::BTreeMap, fs, net::TcpListener, path::Path, process::Command, thread,
+    time::Duration,
+};
 
 use serde_json::Value;
 
@@ -21,19 +24,35 @@ fn launched(place: &Workplace, processes: usize, line: &str) -> Ended {
 /// Runs a command on as many processes as there are lines, each with its own, as a script on
 /// several hosts starts them.
 fn by_hand(place: &Workplace, lines: &[String]) -> Vec<Ended> {
+    let (port, ranks) = (free_port(), lines.len());
+    let command = |(rank, line): (usize, &String)| {
+        let mut command = place.command(line);
+        tell_place(&mut command, rank, ranks, port);
+        command
+    };
+    end_all(place, lines.iter().enumerate().map(command).collect())
+}
+
+/// A port that nobody has.
+pub(super) fn free_port() -> u16 {
     let port = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
-    let port = port.local_addr().expect("an address").port();
+    port.local_addr().expect("an address").port()
+}
+
+/// Tells a command its place in a world.
+pub(super) fn tell_place(command: &mut Command, rank: usize, ranks: usize, port: u16) {
+    command
+        .env("RANK", rank.to_string())
+        .env("WORLD_SIZE", ranks.to_string())
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env("MASTER_PORT", port.to_string());
+}
+
+/// Runs commands side by side.
+pub(super) fn end_all(place: &Workplace, commands: Vec<Command>) -> Vec<Ended> {
     thread::scope(|scope| {
-        let start = |(rank, line): (usize, &String)| {
-            let mut command = place.command(line);
-            command
-                .env("RANK", rank.to_string())
-                .env("WORLD_SIZE", lines.len().to_string())
-                .env("MASTER_ADDR", "127.0.0.1")
-                .env("MASTER_PORT", port.to_string());
-            scope.spawn(move || end(place, command))
-        };
-        let ranks: Vec<_> = lines.iter().enumerate().map(start).collect();
+        let start = |command| scope.spawn(move || end(place, command));
+        let ranks: Vec<_> = commands.into_iter().map(start).collect();
         let end = |rank: thread::ScopedJoinHandle<'_, Ended>| rank.join().expect("it ends");
         ranks.into_iter().map(end).collect()
     })

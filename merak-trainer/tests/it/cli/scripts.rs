@@ -2,6 +2,7 @@
 
 use std::{
     fs::{self, Permissions},
+    net::TcpListener,
     os::unix::fs::PermissionsExt,
     path::Path,
     process::{self, Command},
@@ -31,6 +32,32 @@ done
 exit "$most"
 "#;
 
+/// Starts the processes of one host as torchrun does, beside an agent that holds the port.
+const TORCHRUN: &str = r#"#!/bin/bash
+while [[ $1 == --* ]]; do
+    case $1 in
+        --no-python) shift; break ;;
+        --nnodes) [[ $2 == 1 ]] || exit 64 ;;
+        --node-rank) [[ $2 == 0 ]] || exit 64 ;;
+        --max-restarts) export TORCHELASTIC_MAX_RESTARTS=$2 ;;
+        --nproc-per-node) export WORLD_SIZE=$2 LOCAL_WORLD_SIZE=$2 ;;
+        --master-addr) export MASTER_ADDR=$2 ;;
+        --master-port) export MASTER_PORT=$2 ;;
+        *) exit 64 ;;
+    esac
+    shift 2
+done
+export TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RUN_ID=$$ TORCHELASTIC_RESTART_COUNT=0
+tasks=()
+for ((rank = 0; rank < WORLD_SIZE; rank++)); do
+    RANK=$rank LOCAL_RANK=$rank "$@" &
+    tasks+=($!)
+done
+for task in "${tasks[@]}"; do
+    wait "$task" || exit 1
+done
+"#;
+
 const SCONTROL: &str = "#!/bin/bash\necho \"$@\" >requeued\n";
 
 /// Runs a line on a host, as `ssh` does.
@@ -39,7 +66,12 @@ const REMOTE: &str = "#!/bin/bash\nhost=$1\nshift\necho \"$host\" >>reached\nexe
 /// A workplace whose folder `bin` has the command and the stand-ins.
 fn workplace() -> Workplace {
     let place = Workplace::new();
-    for (name, script) in [("srun", SRUN), ("scontrol", SCONTROL), ("remote", REMOTE)] {
+    for (name, script) in [
+        ("srun", SRUN),
+        ("scontrol", SCONTROL),
+        ("remote", REMOTE),
+        ("torchrun", TORCHRUN),
+    ] {
         let name = format!("bin/{name}");
         place.write(&name, script);
         let path = place.path(&name);
@@ -111,6 +143,36 @@ fn a_job_whose_time_is_up_saves_and_queues_again() {
         assert!(place.path(&format!("{output}/checkpoints")).is_dir());
         fs::remove_file(place.path("requeued")).expect("our file");
     }
+}
+
+#[test]
+fn processes_of_torchrun_train_as_ranks_beside_its_agent() {
+    let place = workplace();
+    let agent = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let port = agent.local_addr().expect("an address").port();
+    let mut command = script(&place, "torchrun.sh", &format!("merak.toml {DEGREES}"));
+    command.env("MASTER_PORT", port.to_string());
+    succeed(&launch::end(&place, command));
+    expect_checkpoints_of_threads(&place, "run");
+}
+
+#[test]
+fn the_script_for_nccl_starts_a_rank_for_each_device() {
+    let place = workplace();
+    place.write("bin/nvidia-smi", "#!/bin/bash\necho GPU 0\necho GPU 1\n");
+    let path = place.path("bin/nvidia-smi");
+    fs::set_permissions(path, Permissions::from_mode(0o755)).expect("our file");
+    let mut command = script(&place, "nccl.sh", "merak.toml --tp 2");
+    command.env_remove("SLURM_JOB_ID");
+    command.env("MERAK_DISTRIBUTED__NCCL_LIBRARY", "/nowhere/libnccl.so.2");
+    let ended = launch::end(&place, command);
+    assert!(matches!(ended.status, Some(1 | 2)), "{}", ended.stderr);
+    let told = if cfg!(feature = "nccl") {
+        "error: no NCCL library: /nowhere/libnccl.so.2"
+    } else {
+        "error: the engine nccl is not in this build"
+    };
+    assert_eq!(ended.stderr.matches(told).count(), 1, "{}", ended.stderr);
 }
 
 #[test]
