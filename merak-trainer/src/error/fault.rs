@@ -63,6 +63,7 @@ impl Error {
                 _ => vec!["lora_config"],
             },
             Self::Folder(FolderError::OutputDir { .. }) => vec!["output_dir"],
+            Self::Folder(FolderError::LoggingDir { .. }) => vec!["logging_dir"],
             Self::Resume(ResumeError::NoCheckpoint { .. }) => vec!["resume_from_checkpoint"],
             Self::Data(error) => error.keys(),
             Self::Plan(error) => error.keys(),
