@@ -16,7 +16,7 @@ const ROW: f64 = BAR + 2.0;
 /// Room between two ranks.
 const GAP: f64 = 10.0;
 /// Room of a letter in a bar.
-const LETTER: f64 = 6.2;
+const LETTER: f64 = 7.2;
 
 /// Draws timelines of the same ranks one above the other on one axis, as an SVG document: for each
 /// rank a row of each timeline, under its name, such as `planned` and `real`. Times are taken for
@@ -58,7 +58,7 @@ pub fn timelines(rows: &[(&str, &Timeline)]) -> String {
         "<style>.mt-t{{fill:{INK}}}.mt-i{{fill:#f1f3f5}}.mt-a{{stroke:#ced4da}}.mt-l{{fill:{INK};text-anchor:middle;pointer-events:none}}\
          @media (prefers-color-scheme:dark){{.mt-t{{fill:#e9ecef}}.mt-i{{fill:#24292f}}.mt-a{{stroke:#495057}}}}</style>"
     ));
-    let step = tick(70.0 / (1e3 * scale));
+    let step = tick(70.0 * 1e3 / scale);
     for time in (0..=(1e3 * end / step) as usize).map(|tick| tick as f64 * step) {
         let x = LEFT + time * scale / 1e3;
         line(format_args!(

@@ -68,6 +68,7 @@ impl Error {
                 _ => vec!["lora_config"],
             },
             Self::Folder(FolderError::OutputDir { .. }) => vec!["output_dir"],
+            Self::Folder(FolderError::LoggingDir { .. }) => vec!["logging_dir"],
             Self::Resume(ResumeError::NoCheckpoint { .. }) => vec!["resume_from_checkpoint"],
             Self::Config(ConfigError::UnknownMetric { key, .. }) => vec![key],
             Self::Data(error) => error.keys(),

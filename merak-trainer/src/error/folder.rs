@@ -45,6 +45,14 @@ pub enum FolderError {
         /// The process.
         holder: String,
     },
+    /// A folder of event files that cannot be written.
+    #[error("cannot write into {}, which \"logging_dir\" names", file(path))]
+    LoggingDir {
+        /// The folder, or what stands in its way.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
     /// An output folder that cannot be written.
     #[error("cannot write into {}, which \"output_dir\" names", file(path))]
     OutputDir {

@@ -118,7 +118,7 @@ impl Page {
             },
             match &real {
                 Some(real) => format!(
-                    " Real is the median of the last steps: {:.1} ms of pipeline, of which ranks wait {:.0} %; planned {:.0} %.",
+                    " Real is the median of the last steps: {:.1} ms of pipeline, of which ranks wait {:.0} %, and {:.0} % in the plan.",
                     1e3 * real.makespan(),
                     100.0 * real.bubble(),
                     100.0 * planned.bubble()
@@ -169,7 +169,7 @@ impl Page {
             escape(&report.layout)
         );
         text += "<div class=\"wide\"><table><tr><th>stage</th><th>rank</th><th class=\"text\">modules</th><th>parameters</th>\
-                 <th>forward, GFLOP</th><th>backward</th><th>recompute</th><th>sent per microbatch</th><th>kept per microbatch</th>\
+                 <th>forward, GFLOP</th><th>backward, GFLOP</th><th>recompute, GFLOP</th><th>sent per microbatch</th><th>kept per microbatch</th>\
                  <th>live microbatches</th><th class=\"text\">inputs</th></tr>\n";
         for stage in &report.stages {
             let gflop = |flops: u64| format!("{:.3}", flops as f64 / 1e9);
@@ -211,18 +211,19 @@ impl Page {
     /// The memory of each rank, predicted and measured.
     fn memory(&self, ran: Option<&Ran>) -> String {
         let held = ran.map_or(&[][..], |ran| &ran.memory);
-        let mut text = "<h2>Memory of each rank of the pipeline</h2>\n<div class=\"wide\"><table><tr><th>rank</th>".to_owned();
-        for name in [
-            "weights",
-            "gradients",
-            "optimizer state",
-            "activations, most",
-            "all",
-        ] {
-            let _ = write!(text, "<th>{name}: predicted</th>");
-            if !held.is_empty() {
-                text += "<th>measured</th>";
-            }
+        let (columns, measured) = if held.is_empty() {
+            (1, "")
+        } else {
+            (2, "<th>measured</th>")
+        };
+        let mut text = "<h2>Memory of each rank of the pipeline</h2>\n<div class=\"wide\"><table><tr><th></th>"
+            .to_owned();
+        for name in PARTS {
+            let _ = write!(text, "<th colspan=\"{columns}\">{name}</th>");
+        }
+        text += "</tr>\n<tr><th>rank</th>";
+        for _ in PARTS {
+            let _ = write!(text, "<th>predicted</th>{measured}");
         }
         text += "</tr>\n";
         for (rank, need) in self.memory.iter().enumerate() {
@@ -239,6 +240,15 @@ impl Page {
         text + "</table></div>\n"
     }
 }
+
+/// The names of [`parts`].
+const PARTS: [&str; 5] = [
+    "weights",
+    "gradients",
+    "optimizer state",
+    "most activations",
+    "all",
+];
 
 /// The parts of a rank's memory that are measured too, and their sum.
 fn parts(need: &MemoryNeed) -> [usize; 5] {
@@ -370,7 +380,7 @@ fn tiles(records: &[Value]) -> String {
             "tokens/s",
             last("tokens_per_s").map(|speed| format!("{speed:.0}")),
         ),
-        ("of the model's operations", speed),
+        ("by the model's operations", speed),
         ("MFU", last("mfu").map(|mfu| Percent(mfu).to_string())),
         ("a step", seconds("step_time_s")),
         ("of it waiting for data", seconds("data_wait_s")),

@@ -6,7 +6,10 @@ use std::{
 };
 
 use merak_mpu::{DType, Locality};
-use merak_trace::{Call, Op, RunContext, SharedBackend, TensorType, Value, op::WeightLayout};
+use merak_trace::{
+    Call, Op, RunContext, SharedBackend, TensorType, Value, backend::candle::Products,
+    op::WeightLayout,
+};
 
 use crate::{
     config::{BackendChoice, CheckedArguments, Device},
@@ -65,9 +68,9 @@ impl Peak {
             Device::Cpu => (cores * ranks).div_ceil(here),
             Device::Cuda => ranks,
         };
-        let dtype = args.narrow().unwrap_or(DType::F32);
+        let (values, dtype) = element_types(args);
         Ok(Self {
-            flops_per_s: product_speed(args, dtype, threads)? * at_once as f64,
+            flops_per_s: product_speed(args, values, threads)? * at_once as f64,
             source: Source::Measured {
                 dtype,
                 threads,
@@ -154,8 +157,18 @@ impl fmt::Display for Percent {
     }
 }
 
-/// Operations per second of products on one rank.
-fn product_speed(args: &CheckedArguments, dtype: DType, threads: usize) -> Result<f64> {
+/// The element type of values in a run, and that in which it multiplies them.
+fn element_types(args: &CheckedArguments) -> (DType, DType) {
+    let narrow = args.narrow().unwrap_or(DType::F32);
+    match (args.compute.backend, args.products()) {
+        (BackendChoice::Tch, _) => (narrow, narrow),
+        (BackendChoice::Candle, Products::Rounded) => (DType::F32, DType::BF16),
+        (BackendChoice::Candle, Products::Full) => (DType::F32, DType::F32),
+    }
+}
+
+/// Operations per second of products of such values on one rank.
+fn product_speed(args: &CheckedArguments, values: DType, threads: usize) -> Result<f64> {
     let place = Locality {
         host: 0,
         local_rank: 0,
@@ -163,22 +176,17 @@ fn product_speed(args: &CheckedArguments, dtype: DType, threads: usize) -> Resul
         core_sharers: 1,
     };
     let backend = Executor::new(args, place, threads)?.backend;
-    // Values of the default backend are f32, beside weights that may be narrower.
-    let values = match args.compute.backend {
-        BackendChoice::Candle => DType::F32,
-        BackendChoice::Tch => dtype,
-    };
     // Products on a device run ahead of the clock: several are timed together.
     let (side, products) = match args.compute.device {
         Device::Cpu => (512, 1),
         Device::Cuda => (4096, 8),
     };
-    let square = |dtype| {
-        let ty = TensorType::new([side, side], dtype);
+    let square = || {
+        let ty = TensorType::new([side, side], values);
         let bytes = vec![0; ty.size_bytes()];
         backend.from_bytes(&ty, &bytes)
     };
-    let (x, w) = (square(values)?, square(dtype)?);
+    let (x, w) = (square()?, square()?);
     let row = TensorType::new([1, side], values);
     let row = backend.from_bytes(&row, &vec![0; row.size_bytes()])?;
     let start = Instant::now();

@@ -72,7 +72,8 @@ impl Reporter {
     ///
     /// # Errors
     ///
-    /// [`FolderError::OutputDir`] when the file cannot be read or written.
+    /// [`FolderError::OutputDir`] when the file cannot be read or written;
+    /// [`FolderError::LoggingDir`] when the folder of event files cannot.
     pub fn start(
         &self,
         trainer: &MerakTrainer,
@@ -276,13 +277,11 @@ fn events(
         None => output_dir.join(EVENTS),
     };
     let events = EventFile::open(&folder, first_step as u64 + 1);
-    let events = events.map_err(|error| match (&args.logging_dir, error) {
-        (None, error) => folder_at_fault(error),
-        (Some(_), error) => Error::Blamed {
-            key: "logging_dir",
-            place: None,
-            source: Box::new(error),
-        },
+    let events = events.map_err(|error| match error {
+        Error::Write { path, source } if args.logging_dir.is_some() => {
+            Error::Folder(FolderError::LoggingDir { path, source })
+        }
+        error => folder_at_fault(error),
     })?;
     Ok(Some(events))
 }

@@ -71,7 +71,7 @@ fn other_value(name: &str) -> Value {
         "data.format" => json!("tensors"),
         "data.tokenizer" => json!("/data/tokenizer.json"),
         "cost_model" => json!("counted"),
-        "autopipe.comm_cost" => json!(0.25),
+        "autopipe.comm_cost" | "peak_flops" => json!(0.25),
         "output_dir"
         | "cost_cache"
         | "data.path"
@@ -287,6 +287,12 @@ warmup_ratio = 0.0
 label_smoothing_factor = 0.0
 logging_steps = 500
 report_to = "none"
+logging_dir = null
+peak_flops = null
+wall_clock_breakdown = false
+profile_start_step = null
+profile_steps = 3
+dealloc_pipeoutput = false
 text_generation = false
 out_seq_length = 1024
 max_new_tokens = null

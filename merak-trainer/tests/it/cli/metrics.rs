@@ -115,7 +115,7 @@ fn the_share_of_the_peak_is_of_products_measured_before_the_run() {
         "{said}"
     );
     let refused = place.mistake("train merak.toml --peak_flops 0");
-    insta::assert_snapshot!(refused, @r#""#);
+    insta::assert_snapshot!(refused, @r#"error: "peak_flops" is 0 (command line --peak_flops), but must be more than 0"#);
 }
 
 #[cfg(feature = "tch")]

@@ -185,7 +185,11 @@ fn event_files_go_where_logging_dir_says_and_move_with_their_run_elsewhere() {
         ]
         .map(|keys| place.mistake(&format!("train merak.toml --output_dir other {keys}")))
         .join("\n"),
-        @r#""#
+        @r#"
+    error: "logging_dir" is events (command line --logging_dir), but must be unset unless "report_to" is "tensorboard"
+    error: "report_to" expects none or tensorboard, found "tensorbord" (command line --report_to); did you mean "tensorboard"?
+    error: cannot write into taken, which "logging_dir" names (command line --logging_dir): File exists (os error 17)
+    "#
     );
 }
 
