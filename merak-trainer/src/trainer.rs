@@ -424,7 +424,7 @@ impl MerakTrainer {
         };
         let train_runtime = start.elapsed();
         let per_second = |count: f64| count / train_runtime.as_secs_f64().max(f64::MIN_POSITIVE);
-        let steps = self.progress.global_step - first_step;
+        let steps = self.progress.global_step.saturating_sub(first_step);
         // A return to an earlier checkpoint takes back what was counted since.
         let skipped = self.stages.optimizer.progress().skipped;
         Ok(TrainOutput {
