@@ -409,7 +409,7 @@ impl MerakTrainer {
         while stop.is_none() && !self.progress.is_done() {
             let report = self.train_step()?;
             tally.add(&report);
-            (evaluation, stop) = self.end_step(report, tally.updates)?;
+            (evaluation, stop) = self.end_step(&report, tally.updates)?;
         }
         let signal = match stop {
             Some(Stop::Signal { signal, rank }) => Some((signal, rank)),
@@ -455,16 +455,16 @@ impl MerakTrainer {
     /// save, during which a signal may have come or callbacks may have asked for more.
     fn end_step(
         &mut self,
-        report: StepReport,
+        report: &StepReport,
         updates: u32,
     ) -> Result<(Option<EvaluationMetrics>, Option<Stop>)> {
         let done = self.progress.global_step;
         self.within(StepPart::Train, done, |trainer| {
-            trainer.tell(|callback, control| callback.on_step(&report, control));
+            trainer.tell(|callback, control| callback.on_step(report, control));
             Ok(())
         })?;
-        let limit = self.check_skipped(&report, updates);
-        if self.guard(&report, limit)? {
+        let limit = self.check_skipped(report, updates);
+        if self.guard(report, limit)? {
             let stop = self.within(StepPart::Train, done, Self::agree)?;
             return Ok((None, stop));
         }
@@ -474,7 +474,7 @@ impl MerakTrainer {
         let mut stop = self.within(StepPart::Train, done, |trainer| {
             let stop = trainer.agree()?;
             if std::mem::take(&mut trainer.control.should_log) {
-                trainer.tell(|callback, _| callback.on_log(&report));
+                trainer.tell(|callback, _| callback.on_log(report));
             }
             Ok(stop)
         })?;

@@ -75,7 +75,6 @@ fn soak(total: usize, interval: usize, save_steps: usize) {
     assert_eq!(ended.status, Some(0), "{}", ended.stderr);
     let restarts = ended.stderr.matches("all ranks are started again").count();
     assert!(restarts > 0, "{}", ended.stderr);
-    eprintln!("{restarts} restarts of {kills}");
     assert_eq!(steps(&place, "broken"), steps(&place, "whole"));
     let [found, expected] = ["broken", "whole"].map(|run| {
         let step = format!("checkpoints/step-{total:08}");

@@ -9,7 +9,7 @@ use merak_trainer::{
 };
 use tempfile::tempdir;
 
-use crate::support::{Case, SEQ, VOCAB};
+use crate::support::{Case, SEQ};
 
 /// Sequences that are learned at once, and a batch of noise in them.
 #[derive(Debug)]
@@ -27,12 +27,17 @@ impl Dataset for Spoilt {
     fn get(&self, index: usize) -> Result<Sample> {
         let (first, count) = self.noise;
         let is_noise = (first..first + count).contains(&index);
-        let token = |t: usize| match is_noise {
-            true => 50 + (index * 31 + t * t * 17) % 50,
-            false => 1 + t % 2,
+        let token = |t: usize| {
+            if is_noise {
+                50 + (index * 31 + t * t * 17) % 50
+            } else {
+                1 + t % 2
+            }
         };
-        let ints = |shift: usize| (0..SEQ).map(|t| token(t + shift) as i64).collect();
-        assert!(VOCAB > 100);
+        let ints = |shift: usize| {
+            let tokens = (0..SEQ).map(|t| (token(t + shift) as u64).cast_signed());
+            tokens.collect()
+        };
         Ok(Sample::from([
             ("input_ids".to_owned(), SampleTensor::vector(ints(0))),
             (LABELS.to_owned(), SampleTensor::vector(ints(1))),
@@ -46,7 +51,10 @@ struct Notes(Arc<Mutex<Vec<Rollback>>>);
 
 impl Callback for Notes {
     fn on_rollback(&mut self, rollback: &Rollback) {
-        self.0.lock().unwrap().push(rollback.clone());
+        self.0
+            .lock()
+            .expect("nobody panics here")
+            .push(rollback.clone());
     }
 }
 
