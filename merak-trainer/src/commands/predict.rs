@@ -16,7 +16,7 @@ use std::{
     sync::Arc,
 };
 
-/// Writes what a checkpoint says of each sample of the data, as JSON lines in their order.
+/// Writes what a checkpoint says of each sample of the data, as JSON lines.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Args {
     /// The configuration file (.toml, .yaml or .json).
