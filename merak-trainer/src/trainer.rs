@@ -443,7 +443,7 @@ impl MerakTrainer {
         while stop.is_none() && !self.progress.is_done() {
             let report = self.train_step()?;
             tally.add(&report);
-            (evaluation, stop) = self.end_step(report, tally.updates)?;
+            (evaluation, stop) = self.end_step(&report, tally.updates)?;
             let told = self.report_times(stop.is_some() || self.progress.is_done());
             self.placed(StepPart::Train, self.progress.global_step, told)?;
         }
@@ -460,7 +460,7 @@ impl MerakTrainer {
         };
         let train_runtime = start.elapsed();
         let per_second = |count: f64| count / train_runtime.as_secs_f64().max(f64::MIN_POSITIVE);
-        let steps = self.progress.global_step - first_step;
+        let steps = self.progress.global_step.saturating_sub(first_step);
         // A return to an earlier checkpoint takes back what was counted since.
         let skipped = self.stages.optimizer.progress().skipped;
         Ok(TrainOutput {
@@ -491,16 +491,16 @@ impl MerakTrainer {
     /// save, during which a signal may have come or callbacks may have asked for more.
     fn end_step(
         &mut self,
-        report: StepReport,
+        report: &StepReport,
         updates: u32,
     ) -> Result<(Option<EvaluationMetrics>, Option<Stop>)> {
         let done = self.progress.global_step;
         self.within(StepPart::Train, done, |trainer| {
-            trainer.tell(|callback, control| callback.on_step(&report, control));
+            trainer.tell(|callback, control| callback.on_step(report, control));
             Ok(())
         })?;
-        let limit = self.check_skipped(&report, updates);
-        if self.guard(&report, limit)? {
+        let limit = self.check_skipped(report, updates);
+        if self.guard(report, limit)? {
             let stop = self.within(StepPart::Train, done, Self::agree)?;
             return Ok((None, stop));
         }
@@ -510,7 +510,7 @@ impl MerakTrainer {
         let mut stop = self.within(StepPart::Train, done, |trainer| {
             let stop = trainer.agree()?;
             if std::mem::take(&mut trainer.control.should_log) {
-                trainer.tell(|callback, _| callback.on_log(&report));
+                trainer.tell(|callback, _| callback.on_log(report));
             }
             Ok(stop)
         })?;

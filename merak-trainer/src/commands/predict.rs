@@ -16,7 +16,7 @@ use std::{
     sync::Arc,
 };
 
-/// Writes what a checkpoint says of each sample of the data, as JSON lines in their order.
+/// Writes what a checkpoint says of each sample of the data, as JSON lines.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Args {
     /// The configuration file (.toml, .yaml or .json).
@@ -118,6 +118,11 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
         Part::Validation => Prepared::to_evaluate(&config, &world),
     }?;
     world.agree(prepared.check_memory())?;
+    if world.has_first() {
+        // A file that cannot be written is told before the work.
+        let opened = File::options().append(true).create(true).open(&path);
+        opened.map_err(|error| format!("cannot write {}, which -o names: {error}", file(&path)))?;
+    }
     let outcome = world.run(&prepared.args, |member| {
         let mpu = merak_mpu::Mpu::new(member, prepared.plan.draft.degrees)?;
         let mut parts = prepared.parts();

@@ -11,6 +11,10 @@ use std::{
 /// What a callback asks of the run. Any rank may ask: the ranks agree on it before they act, so a
 /// callback may live on one rank alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "any of them may be asked for, as in transformers"
+)]
 pub struct TrainerControl {
     /// Ends training behind this step, as the last step would.
     pub should_training_stop: bool,

@@ -155,7 +155,7 @@ impl MerakTrainer {
         let mut metrics = self.metrics_of(sums)?;
         let (predictions, label_ids) = match rows {
             Some((_, rows)) => rows.gather(mpu.world_group())?,
-            None => Default::default(),
+            None => (Vec::new(), Vec::new()),
         };
         metrics.eval_samples = order.samples();
         metrics.eval_runtime = start.elapsed().as_secs_f64();

@@ -17,6 +17,8 @@ mod samples; // data of which nothing can be learned
 mod scripts; // the scripts of docs/launch
 mod settings; // every setting counts
 mod sizes; // sizes that no machine can hold
+#[cfg(target_os = "linux")]
+mod soak; // processes killed again and again
 #[path = "../../../merak-ckpt/tests/it/terminal.rs"]
 mod terminal; // what a command writes to a terminal
 mod training; // train, resume, generate, signals

@@ -83,6 +83,7 @@ fn other_value(name: &str) -> Value {
             json!("/data/some")
         }
         "adapter_name" => json!("mine"),
+        "metric_for_best_model" => json!("eval_accuracy"),
         "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
             json!(["c_attn", "c_fc"])
         }
@@ -106,7 +107,7 @@ fn other_value(name: &str) -> Value {
 }
 
 /// Keys with a single choice in this version: there is no other value to set.
-const SINGLE_CHOICE: &[&str] = &["metric_for_best_model", "trace_method"];
+const SINGLE_CHOICE: &[&str] = &["trace_method"];
 
 #[test]
 fn every_key_is_reached_from_file_environment_and_command_line() {
@@ -235,6 +236,8 @@ save_total_limit = -1
 load_best_model_at_end = false
 metric_for_best_model = "eval_loss"
 greater_is_better = null
+early_stopping_patience = null
+early_stopping_threshold = 0.0
 finetune = false
 no_save_rng = false
 no_save_optim = false
@@ -246,6 +249,8 @@ lora_config = null
 adapter_name = "default"
 do_train = false
 do_eval = false
+do_predict = false
+return_logits = false
 eval_steps = null
 eval_iters = null
 seed = 42
@@ -280,6 +285,10 @@ muon_ns_steps = 5
 muon_epsilon = 1e-7
 max_grad_norm = 1.0
 max_skipped_steps = 50
+divergence_guard = false
+divergence_window = 50
+divergence_factor = 3.0
+divergence_max_rollbacks = 3
 lr_scheduler_type = "linear"
 lr_scheduler_kwargs = {}
 warmup_steps = 0

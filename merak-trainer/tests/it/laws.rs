@@ -5,12 +5,14 @@ mod best; // the best model of a run
 mod bf16; // L1 to L3: weights of bf16
 mod control; // callbacks that act
 mod data; // samples: their order, their names, their evaluation
+mod divergence; // back to the last checkpoint, and on behind the data
 pub(crate) mod encoders; // L1, L2: masked tokens, classes, translations, images
 pub(crate) mod generation; // N20: the same tokens from every topology
 pub(crate) mod lora;
 mod memory; // what each ZeRO stage holds
 pub(crate) mod narrow; // adapters beside weights in bf16
 mod optimizers; // L2, L3: every rule of the optimizer
+mod own_parts; // losses, rates and collators of the caller's own
 mod pipeline; // L1: the pipeline changes no bit
 mod prediction; // predictions of samples
 mod resume; // L3, L5: resumed runs and equal bytes

@@ -1,4 +1,9 @@
-//! The memory of a process does not grow, however long it trains, evaluates and generates.
+//! The memory of a process does not grow, however long it trains, evaluates and generates; and kills
+//! change no bit.
+
+mod kills;
+
+pub(crate) use kills::Dice;
 
 use merak_ckpt::GenerateOptions;
 use merak_trainer::{MerakTrainer, Result, metrics::resident_bytes};

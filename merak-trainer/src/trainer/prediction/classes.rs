@@ -52,7 +52,8 @@ impl ClassCounts {
     pub(in crate::trainer) fn summed(self, group: &Group) -> Result<Self> {
         let mut counts = self.counts;
         // A member without microbatches knows of no classes.
-        let classes = group.all_reduce_scalar(counts.len() as i64, ReduceOp::Max)? as usize;
+        let classes =
+            group.all_reduce_scalar((counts.len() as u64).cast_signed(), ReduceOp::Max)? as usize;
         counts.resize(classes, Counts::default());
         let flat = counts
             .iter()

@@ -185,7 +185,7 @@ mod tests {
         let of = |kind, seen| reduced(kind, &values, 2, (&labels, seen));
         assert_eq!(of(PredictionKind::Logits, None), values);
         let probabilities = of(PredictionKind::Probabilities, None);
-        assert_eq!(probabilities[..2], [0.5, 0.5]);
+        assert_eq!(probabilities[..2].to_vec(), [0.5, 0.5]);
         assert!((probabilities[2] - 0.880_797).abs() < 1e-6);
         let losses = of(PredictionKind::Losses, None);
         assert!((losses[0] - std::f32::consts::LN_2).abs() < 1e-6 && losses[1].is_nan());

@@ -270,10 +270,9 @@ fn predictions_are_json_lines_in_the_order_of_the_data() {
             .map(|width| width as usize)
     );
     assert_snapshot!(place.mistake("predict merak.toml run"), @"error: -o FILE is missing: it names the file that the predictions go to");
-    assert_snapshot!(place.mistake("predict merak.toml run -o a --what loses"), @"");
-    assert_snapshot!(place.mistake("predict merak.toml run --dp 1 --what loses -o a"), @"");
-    assert_snapshot!(place.mistake("train merak.toml --dry-run --metric_for_best_model acuracy"), @"");
-    assert_snapshot!(place.mistake("predict merak.toml run -o nowhere/a.jsonl"), @"");
+    assert_snapshot!(place.mistake("predict merak.toml run --dp 1 --what loses -o a"), @r#"error: --what is "loses", expected one of probabilities, losses, embeddings, logits"#);
+    assert_snapshot!(place.mistake("train merak.toml --dry-run --metric_for_best_model acuracy"), @r#"error: "metric_for_best_model" is eval_acuracy, but an evaluation gives eval_loss, eval_accuracy, eval_f1_macro or eval_f1_weighted; did you mean "eval_accuracy"? (command line --metric_for_best_model)"#);
+    assert_snapshot!(place.mistake("predict merak.toml run -o nowhere/a.jsonl"), @"error: cannot write nowhere/a.jsonl, which -o names: No such file or directory (os error 2)");
 }
 
 #[test]

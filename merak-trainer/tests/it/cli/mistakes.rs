@@ -282,7 +282,7 @@ fn the_best_model_needs_evaluations_and_checkpoints() {
     let train = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
     assert_snapshot!(train("--load_best_model_at_end"), @r#"error: "load_best_model_at_end" is true (command line --load_best_model_at_end), but must be false unless "save" and "do_eval" are true: the best model is a checkpoint whose evaluation was best"#);
     assert_snapshot!(train("--load_best_model_at_end --do_eval --save false"), @r#"error: "load_best_model_at_end" is true (command line --load_best_model_at_end), but must be false unless "save" and "do_eval" are true: the best model is a checkpoint whose evaluation was best"#);
-    assert_snapshot!(train("--metric_for_best_model eval_accuracy"), @r#"error: "metric_for_best_model" expects eval_loss, found "eval_accuracy" (command line --metric_for_best_model)"#);
+    assert_snapshot!(train("--metric_for_best_model eval_accuracy"), @r#"error: "metric_for_best_model" is eval_accuracy, but an evaluation gives eval_loss or eval_perplexity (command line --metric_for_best_model)"#);
     assert_snapshot!(train("--greater_is_better maybe"), @r#"error: unexpected argument "maybe": keys are given as --KEY VALUE or --set KEY=VALUE"#);
 }
 

@@ -110,6 +110,11 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 
 /// The process of a rank that runs in a folder.
 pub(super) fn rank_in(folder: &Path, rank: usize) -> u32 {
+    find_rank(folder, rank).expect("a process of the rank")
+}
+
+/// The same, if there is one.
+pub(super) fn find_rank(folder: &Path, rank: usize) -> Option<u32> {
     let variable = format!("RANK={rank}");
     let is_it = |process: &Path| {
         let cwd = fs::read_link(process.join("cwd"));
@@ -118,12 +123,9 @@ pub(super) fn rank_in(folder: &Path, rank: usize) -> u32 {
         cwd.is_ok_and(|cwd| cwd == folder) && variables.any(|it| it == variable.as_bytes())
     };
     let processes = fs::read_dir("/proc").expect("processes");
-    let mut paths = processes.map(|entry| entry.expect("an entry").path());
-    let found = paths
-        .find(|path| is_it(path))
-        .expect("a process of the rank");
-    let name = found.file_name().expect("its number").to_string_lossy();
-    name.parse().expect("a number")
+    let mut paths = processes.filter_map(|entry| Some(entry.ok()?.path()));
+    let found = paths.find(|path| is_it(path))?;
+    found.file_name()?.to_string_lossy().parse().ok()
 }
 
 #[test]

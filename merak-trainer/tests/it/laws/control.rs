@@ -32,7 +32,10 @@ struct Notes(Arc<Mutex<Vec<String>>>);
 
 impl Notes {
     fn note(&self, event: &str, step: usize) {
-        self.0.lock().unwrap().push(format!("{event} {step}"));
+        self.0
+            .lock()
+            .expect("nobody panics here")
+            .push(format!("{event} {step}"));
     }
 }
 

@@ -1,0 +1,154 @@
+//! The guard against divergence goes back to the last checkpoint and skips the data that led away,
+//! alike on every topology.
+
+use std::sync::{Arc, Mutex};
+
+use merak_trainer::{
+    Callback, Divergence, MerakTrainer, Result, Rollback,
+    data::{Dataset, LABELS, Sample, SampleTensor},
+};
+use tempfile::tempdir;
+
+use crate::support::{Case, SEQ};
+
+/// Sequences that are learned at once, and a batch of noise in them.
+#[derive(Debug)]
+struct Spoilt {
+    samples: usize,
+    /// Number of the first sample of noise, and how many there are.
+    noise: (usize, usize),
+}
+
+impl Dataset for Spoilt {
+    fn len(&self) -> usize {
+        self.samples
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        let (first, count) = self.noise;
+        let is_noise = (first..first + count).contains(&index);
+        let token = |t: usize| {
+            if is_noise {
+                50 + (index * 31 + t * t * 17) % 50
+            } else {
+                1 + t % 2
+            }
+        };
+        let ints = |shift: usize| {
+            let tokens = (0..SEQ).map(|t| (token(t + shift) as u64).cast_signed());
+            tokens.collect()
+        };
+        Ok(Sample::from([
+            ("input_ids".to_owned(), SampleTensor::vector(ints(0))),
+            (LABELS.to_owned(), SampleTensor::vector(ints(1))),
+        ]))
+    }
+}
+
+/// Notes the returns.
+#[derive(Clone, Default)]
+struct Notes(Arc<Mutex<Vec<Rollback>>>);
+
+impl Callback for Notes {
+    fn on_rollback(&mut self, rollback: &Rollback) {
+        self.0
+            .lock()
+            .expect("nobody panics here")
+            .push(rollback.clone());
+    }
+}
+
+/// A step takes 2 samples, and an epoch 40 steps, of which some hold noise wherever the order puts
+/// them.
+fn guarded(noise: (usize, usize)) -> Case {
+    Case::gpt2()
+        .with_data(Spoilt { samples: 80, noise })
+        .with("max_steps", 40)
+        .with("per_device_train_batch_size", 1)
+        .with_microbatches(2)
+        .with("learning_rate", 1e-2)
+        .with("warmup_steps", 0)
+        .with("lr_scheduler_type", "constant")
+        .with("save_steps", 5)
+        .with("save", true)
+        .with("divergence_guard", true)
+        .with("divergence_window", 4)
+        .with("divergence_factor", 3.0)
+        .with("divergence_max_rollbacks", 20)
+}
+
+#[test]
+fn a_spike_takes_the_run_back_past_the_data_on_every_topology() {
+    let mut seen = Vec::new();
+    for degrees in [(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2)] {
+        let folder = tempdir().expect("a temporary folder");
+        let notes = Notes::default();
+        let told = |rank| (rank == 0).then(|| Box::new(notes.clone()) as Box<dyn Callback>);
+        let case = guarded((30, 4)).on(degrees).writing(folder.path());
+        let ends = case
+            .try_on_ranks_told(told, MerakTrainer::train)
+            .expect("it goes on");
+        let returns = notes.0.lock().unwrap().clone();
+        assert!(!returns.is_empty(), "{degrees:?}");
+        for end in &ends {
+            assert_eq!((end.global_step, end.rollbacks), (40, returns.len()));
+        }
+        for Rollback {
+            step,
+            to_step,
+            cause,
+            loss,
+        } in &returns
+        {
+            assert!(to_step.is_multiple_of(5) && to_step < step && step - to_step <= 5);
+            assert!(matches!(cause, Divergence::Spike { median } if *loss > 3.0 * median));
+        }
+        seen.push(
+            returns
+                .iter()
+                .map(|r| (r.step, r.to_step))
+                .collect::<Vec<_>>(),
+        );
+    }
+    assert!(seen.iter().all(|returns| *returns == seen[0]), "{seen:?}");
+}
+
+#[test]
+fn a_resumed_run_goes_on_behind_the_skipped_data_bit_for_bit() {
+    let train = |case: &Case| {
+        let ends = case.on_ranks(|trainer| Ok((trainer.train()?.rollbacks, trainer.parameters()?)));
+        let (rollbacks, weights) = &ends[0];
+        let values = weights.iter().flat_map(|(_, values)| values);
+        let bits: Vec<_> = values.map(|value| value.to_bits()).collect();
+        (*rollbacks, bits)
+    };
+    let case = guarded((30, 4));
+    let [whole, broken] = [(); 2].map(|()| tempdir().expect("a temporary folder"));
+    let (returns, expected) = train(&case.clone().writing(whole.path()));
+    assert!(returns > 0);
+    let broken = case.writing(broken.path());
+    train(&broken.clone().with("max_steps", 30));
+    let (_, resumed) = train(&broken.with("resume_from_checkpoint", "latest"));
+    assert!(resumed == expected, "the same weights");
+}
+
+#[test]
+fn a_run_that_cannot_be_saved_ends_with_what_was_tried() {
+    let folder = tempdir().expect("a temporary folder");
+    // At this learning rate the loss rises, and a factor of nearly 1 makes each rise a spike.
+    let case = guarded((0, 0))
+        .with("learning_rate", 3.0)
+        .with("divergence_factor", 1.000_001)
+        .with("divergence_max_rollbacks", 2)
+        .with("save_steps", 100)
+        .writing(folder.path());
+    let failed = case
+        .try_on_ranks(MerakTrainer::train)
+        .expect_err("it diverges");
+    let text = merak_trainer::chain(&failed);
+    assert!(
+        text.contains("there is no checkpoint to go back to"),
+        "{text}"
+    );
+    assert!(!failed.is_user_error());
+}
