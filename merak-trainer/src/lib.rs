@@ -103,8 +103,8 @@ pub use memory::{MemoryNeed, MemoryShortage, Room, RunMemory, Workload};
 pub use plan::{Draft, FasterSchedule, Forward, Lora, Plan, PlanInputs, Prediction, StageTimes};
 pub use stage::NamedTensors;
 pub use trainer::{
-    BestModel, Callback, LoadedCheckpoint, MerakTrainer, StepRecord, StepReport, TrainOutput,
-    TrainerParts,
+    BestModel, Callback, LoadedCheckpoint, MerakTrainer, StepRecord, StepReport, StopStrings,
+    TrainOutput, TrainerParts,
 };
 pub use world::{World, run_on, run_world, threads_per_rank};
 

@@ -20,6 +20,7 @@ use self::{
 pub use best::BestModel;
 pub use checkpoint::LoadedCheckpoint;
 pub use evaluation::EvaluationMetrics;
+pub use generation::StopStrings;
 pub use progress::StepRecord;
 pub use step::StepReport;
 

@@ -241,7 +241,7 @@ impl Args {
             Config::load_with(None, variables.clone(), &[], given.iter().cloned())
         };
         let config = load(&given)?;
-        let is_open = |key: &str| *config.origin(key) == Origin::Default;
+        let is_open = |key: &str| config.origin(key) == Origin::Default;
         if is_open("max_new_tokens") && is_open("out_seq_length") {
             given.push(Given::always("max_new_tokens", NEW_TOKENS.to_string()));
             return load(&given);

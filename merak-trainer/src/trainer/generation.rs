@@ -2,9 +2,11 @@
 
 mod decoding;
 mod programs;
+mod stop_strings;
 
 use self::decoding::Generation;
 pub(super) use self::programs::Programs;
+pub use self::stop_strings::StopStrings;
 use super::{MerakTrainer, link};
 use crate::error::{Error, Result};
 use merak_ckpt::{Completion, Decoding, GenerateOptions, NewToken, Sampler};
