@@ -381,13 +381,13 @@ fn a_wrong_value_is_refused_though_a_later_one_replaces_it() {
     let line = ["--tp=2".to_owned()];
     assert_snapshot!(message(Config::load(Some(&file.path), [], &line)), @r#""tp" expects an integer of at least 1, found 1.5 (merak.toml:1)"#);
     assert_snapshot!(message(load_line("--tp true --tp 2")), @r#""tp" expects an integer of at least 1, found true (command line --tp)"#);
-    assert_snapshot!(message(load_line("--data={\"max_bytes\":\"5\"}")), @r#""data.max_bytes" expects an integer of at least 0 or none, found "5" (command line --data)"#);
+    assert_snapshot!(message(load_line("--data={\"max_bytes\":\"5\"}")), @r#""data.max_bytes" expects an integer of at least 1 or none, found "5" (command line --data)"#);
 }
 
 #[test]
 fn yaml_values_keep_their_types_lines_and_aliases() {
     let text = "lr_scales: &scales {wte: 0.5}\ndata: {max_bytes: 0x10}\nseed: !!int 7\nlayerwise_lr_decay: .inf\n";
-    assert_snapshot!(message(load_file("merak.yaml", text)), @r#""layerwise_lr_decay" expects a number of more than 0, found ".inf" (merak.yaml:4)"#);
+    assert_snapshot!(message(load_file("merak.yaml", text)), @r#""layerwise_lr_decay" expects a number of more than 0 and at most 1, found ".inf" (merak.yaml:4)"#);
     let text = text.replace(".inf", "1.0") + "lr_scheduler_kwargs: *scales\n";
     assert_snapshot!(message(load_file("merak.yaml", &text)).split(',').next_back().expect("a place"), @r#" found {"wte":0.5} (merak.yaml:5)"#);
     assert_snapshot!(message(load_file("merak.yaml", "tp: 1\n---\ntp: 2\n")), @"cannot parse the configuration merak.yaml: more than one YAML document");
