@@ -10,7 +10,7 @@ use crate::locate::{older_than, resolve, store_of};
 use crate::manifest::{Manifest, Refused, TensorEntry};
 use crate::read::{SliceReader, read_slice};
 use crate::sums::{Stretch, Sums};
-use crate::words::brief;
+use crate::words::{brief, nearest};
 use crate::{Error, HfFolder, Kind, Piece, Result};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -356,14 +356,13 @@ impl Checkpoint {
 
     fn tensor_index(&self, kind: &Kind, name: &str) -> Result<usize> {
         self.manifest.tensor_index(kind, name).ok_or_else(|| {
-            let names = self.manifest.tensors_of(kind).map(|tensor| &tensor.name);
+            let tensors = self.manifest.tensors_of(kind);
+            let names = tensors.map(|tensor| tensor.name.as_str());
             Error::MissingTensor {
                 path: self.folder.clone(),
                 kind: kind.clone(),
                 name: name.to_owned(),
-                nearest: names
-                    .min_by_key(|other| strsim::levenshtein(name, other))
-                    .cloned(),
+                nearest: nearest(name, names).map(str::to_owned),
             }
         })
     }

@@ -28,18 +28,17 @@ mod special;
 mod strict;
 
 use std::{
-    collections::BTreeMap,
     fmt::Write as _,
     path::{Path, PathBuf},
 };
 
+use ::config::Map;
 use merak_ckpt::words::{brief, file, folded, row};
 use serde_json::Value;
 
 pub(crate) use self::checked::Host;
 pub(crate) use self::choice::one_of;
 pub(crate) use self::folders::RESOLVED;
-pub(crate) use self::nearest::nearest;
 use self::nearest::nearest_key;
 pub use self::{
     checked::CheckedArguments,
@@ -65,7 +64,7 @@ pub use self::{
 };
 use self::{
     key::Raw,
-    layer::{Entry, base_of},
+    layer::Layer,
     reserved::{NO_EFFECT, RESERVED, sets_nothing},
     setting::Refusal,
 };
@@ -86,7 +85,8 @@ use crate::error::{ConfigError, Error, Result};
 #[derive(Debug, Clone, Default)]
 pub struct Config {
     arguments: MerakArguments,
-    origins: BTreeMap<&'static str, Origin>,
+    /// The values that layers set, each with its origin.
+    values: Map<String, ::config::Value>,
     file: Option<PathBuf>,
 }
 
@@ -133,12 +133,21 @@ impl Config {
             file: file.map(Path::to_path_buf),
             ..Self::default()
         };
-        if let Some(path) = file {
-            config.apply(file::read(path)?)?;
+        let layers = [
+            file.map_or_else(|| Ok(Layer::default()), file::read),
+            layer::from_environment(environment),
+            layer::from_command_line(command_line),
+            Ok(layer::from_command(given)),
+        ];
+        let mut read = Vec::new();
+        for layer in layers {
+            let layer = layer?;
+            // A wrong value is refused even where a later layer replaces it.
+            config.read(layer.0.iter().map(|(name, value)| (name, value)))?;
+            read.push(layer);
         }
-        config.apply(layer::from_environment(environment)?)?;
-        config.apply(layer::from_command_line(command_line)?)?;
-        config.apply(layer::from_command(given))?;
+        config.values = layer::merged(&read);
+        config.arguments = config.read(&config.values)?;
         config.look_into_folders();
         Ok(config)
     }
@@ -154,8 +163,8 @@ impl Config {
     }
 
     /// Where the value of a key came from, by the key's full name.
-    pub fn origin(&self, key: &str) -> &Origin {
-        self.origins.get(key).unwrap_or(&Origin::Default)
+    pub fn origin(&self, key: &str) -> Origin<'_> {
+        self.values.get(key).map_or(Origin::Default, Origin::of)
     }
 
     /// Adds to an error the key that is to blame, with its place where a layer set it.
@@ -173,7 +182,7 @@ impl Config {
             other => Box::new(other),
         };
         let origin = self.origin(key);
-        let place = (*origin != Origin::Default).then(|| origin.to_string());
+        let place = (origin != Origin::Default).then(|| origin.to_string());
         Error::Blamed { key, place, source }
     }
 
@@ -272,36 +281,50 @@ impl Config {
         Value::Object(keys().map(entry).collect())
     }
 
-    fn apply(&mut self, entries: Vec<Entry>) -> Result<()> {
+    /// The arguments that these values make.
+    fn read<'a>(
+        &self,
+        values: impl IntoIterator<Item = (&'a String, &'a ::config::Value)>,
+    ) -> Result<MerakArguments> {
+        let mut arguments = MerakArguments::default();
         let mut unknown = Vec::new();
-        for entry in entries {
-            match self.apply_one(&entry) {
+        for (name, value) in values {
+            match self.read_one(&mut arguments, name, value) {
                 Err(Error::Config(error @ ConfigError::UnknownKey { .. })) => unknown.push(error),
                 outcome => outcome?,
             }
         }
         match unknown.len() {
-            0 | 1 => unknown.pop().map_or(Ok(()), |error| Err(error.into())),
+            0 | 1 => unknown
+                .pop()
+                .map_or(Ok(arguments), |error| Err(error.into())),
             _ => Err(Error::Config(ConfigError::UnknownKeys(unknown))),
         }
     }
 
-    fn apply_one(&mut self, entry: &Entry) -> Result<()> {
-        let place = || entry.origin.to_string();
-        if let Some(key) = keys().find(|key| key.name == entry.name) {
-            let base = base_of(&entry.origin);
-            if let Some(Err(refusal)) = self.arguments.set(key.name, &entry.raw, &base) {
-                return Err(refused(key.name, refusal, (key.expected)(), entry));
-            }
-            self.origins.insert(key.name, entry.origin.clone());
-            return Ok(());
+    fn read_one(
+        &self,
+        arguments: &mut MerakArguments,
+        name: &str,
+        value: &::config::Value,
+    ) -> Result<()> {
+        let (raw, origin) = (layer::raw(value), Origin::of(value));
+        let place = || origin.to_string();
+        if let Some(key) = keys().find(|key| key.name == name) {
+            let base = match (origin, &self.file) {
+                (Origin::File(_), Some(file)) => file.parent().unwrap_or(file),
+                _ => Path::new(""),
+            };
+            let set = arguments.set(key.name, &raw, base).unwrap_or(Ok(()));
+            let refused = |refusal| refused(key.name, refusal, (key.expected)(), &raw, place());
+            return set.map_err(refused);
         }
-        if let Some(key) = RESERVED.iter().find(|key| key.name == entry.name) {
-            let refused = |refusal| refused(key.name, refusal, String::new(), entry);
-            return key.check(&entry.raw).map_err(refused);
+        if let Some(key) = RESERVED.iter().find(|key| key.name == name) {
+            let refused = |refusal| refused(key.name, refusal, String::new(), &raw, place());
+            return key.check(&raw).map_err(refused);
         }
-        if let Some((key, instead)) = NO_EFFECT.iter().find(|(key, _)| *key == entry.name) {
-            if sets_nothing(&entry.raw) {
+        if let Some((key, instead)) = NO_EFFECT.iter().find(|(key, _)| *key == name) {
+            if sets_nothing(&raw) {
                 return Ok(());
             }
             let advice = match *instead {
@@ -315,9 +338,9 @@ impl Config {
             }));
         }
         Err(Error::Config(ConfigError::UnknownKey {
-            key: entry.name.clone(),
+            key: name.to_owned(),
             place: place(),
-            nearest: nearest_key(&entry.name).map(Into::into),
+            nearest: nearest_key(name).map(Into::into),
         }))
     }
 }
@@ -334,8 +357,14 @@ impl MerakArguments {
 }
 
 /// A refusal with its key, value and place.
-fn refused(key: &'static str, refusal: Refusal, expected: String, entry: &Entry) -> Error {
-    let found = match &entry.raw {
+fn refused(
+    key: &'static str,
+    refusal: Refusal,
+    expected: String,
+    raw: &Raw,
+    place: String,
+) -> Error {
+    let found = match raw {
         Raw::Typed(value) => shown(value),
         // Text is quoted unless it is a number or a flag.
         Raw::Text(text) => match serde_json::from_str(text) {
@@ -343,50 +372,41 @@ fn refused(key: &'static str, refusal: Refusal, expected: String, entry: &Entry)
             _ => format!("\"{text}\""),
         },
     };
-    let place = entry.origin.to_string();
-    match refusal {
-        Refusal::Type => Error::Config(ConfigError::WrongType {
-            key: key.to_owned(),
-            expected,
-            found,
-            place,
-        }),
-        Refusal::Beyond { most } => Error::Config(ConfigError::WrongType {
-            key: key.to_owned(),
-            expected,
-            found: format!("{}, which is beyond the largest, {most}", brief(&found)),
-            place,
-        }),
+    let wrong = |entry: &str, expected, found| ConfigError::WrongType {
+        key: format!("{key}{entry}"),
+        expected,
+        found,
+        place: place.clone(),
+    };
+    let found_with = |reason: String| format!("{}{reason}", brief(&found));
+    Error::Config(match refusal {
+        Refusal::Type => wrong("", expected, found),
+        Refusal::Beyond { most } => {
+            let reason = format!(", which is beyond the largest, {most}");
+            wrong("", expected, found_with(reason))
+        }
+        Refusal::Syntax { reason } => {
+            wrong("", expected, found_with(format!(" ({})", brief(&reason))))
+        }
         Refusal::Entry {
             name,
             expected,
             found,
-        } => Error::Config(ConfigError::WrongType {
-            key: format!("{key}.{name}"),
-            expected,
-            found: shown(&found),
-            place,
-        }),
-        Refusal::Syntax { reason } => Error::Config(ConfigError::WrongType {
-            key: key.to_owned(),
-            expected,
-            found: format!("{} ({})", brief(&found), brief(&reason)),
-            place,
-        }),
-        Refusal::Choice { choices, nearest } => Error::Config(ConfigError::UnknownChoice {
+        } => wrong(&format!(".{name}"), expected, shown(&found)),
+        Refusal::Choice { choices, nearest } => ConfigError::UnknownChoice {
             key,
             choices,
             found,
             place,
             nearest,
-        }),
-        Refusal::NotAvailable { instead } => Error::Config(ConfigError::NotAvailable {
+        },
+        Refusal::NotAvailable { instead } => ConfigError::NotAvailable {
             key,
             found,
             place,
             instead,
-        }),
-    }
+        },
+    })
 }
 
 /// A value as people read it.

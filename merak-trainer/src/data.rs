@@ -47,7 +47,6 @@ mod rng;
 mod samples;
 mod source;
 mod spans;
-mod stop_strings;
 mod tensor_files;
 mod tensors;
 mod text;
@@ -74,7 +73,6 @@ pub use self::{
     permutation::Permutation,
     source::{DataTokens, Datasets, Source},
     spans::{Corruption, SpanCounts, SpanDataset, SpanTokens},
-    stop_strings::StopStrings,
     tensor_files::TensorFiles,
     tensors::TensorDataset,
     tokenizer::{Encoded, Tokenizer},

@@ -30,6 +30,7 @@ pub use checkpoint::LoadedCheckpoint;
 pub use divergence::{Divergence, Rollback};
 pub use early_stopping::EarlyStopping;
 pub use evaluation::EvaluationMetrics;
+pub use generation::StopStrings;
 pub use prediction::{ComputeMetrics, PredictionKind, PredictionOutput};
 pub use progress::{Instruction, Lap, StepRecord};
 pub use step::StepReport;

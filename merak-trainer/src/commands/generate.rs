@@ -282,7 +282,7 @@ impl Args {
             given.push(of_checkpoint("adapter_name", name));
         }
         let config = world::of_environment(given.iter().cloned())?;
-        let is_open = |key: &str| *config.origin(key) == Origin::Default;
+        let is_open = |key: &str| config.origin(key) == Origin::Default;
         if is_open("max_new_tokens") && is_open("out_seq_length") {
             given.push(Given::always("max_new_tokens", NEW_TOKENS.to_string()));
             return world::of_environment(given);

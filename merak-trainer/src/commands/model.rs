@@ -90,7 +90,7 @@ impl Loaded {
     ) -> Result<CheckedArguments> {
         const PENALTY: &str = "repetition_penalty";
         let mut args = self.complete(args)?.into_arguments();
-        let is_open = |key: &str| *config.origin(key) == Origin::Default;
+        let is_open = |key: &str| config.origin(key) == Origin::Default;
         if let Some(penalty) = self.generation[PENALTY]
             .as_f64()
             .filter(|_| is_open(PENALTY))

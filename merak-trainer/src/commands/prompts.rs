@@ -107,7 +107,7 @@ fn tokenizer(config: &Config) -> Result<Option<Tokenizer>> {
         .as_ref()
         .map(|folder| folder.0.join("tokenizer.json"));
     match file {
-        _ if *config.origin("data.tokenizer") != Origin::Default => {
+        _ if config.origin("data.tokenizer") != Origin::Default => {
             Tokenizer::load(&arguments.data.tokenizer).map(Some)
         }
         Some(file) if file.is_file() => Tokenizer::from_file(&file).map(Some),

@@ -4,8 +4,7 @@ use super::{model::Loaded, output};
 use merak_ckpt::{Checkpoint, Completion, GenerateOptions, NewToken};
 use merak_trainer::{
     ADAPTER_CONFIG, CheckedArguments, ConfigError, Error, MerakTrainer, Plan, PlanInputs, Result,
-    TrainerParts, Workload, World,
-    data::{StopStrings, Tokenizer},
+    StopStrings, TrainerParts, Workload, World, data::Tokenizer,
 };
 use std::{collections::BTreeMap, ops::ControlFlow, path::PathBuf, sync::Arc};
 

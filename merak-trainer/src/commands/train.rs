@@ -130,7 +130,7 @@ pub(super) fn arguments(mut args: Args) -> Result<CheckedArguments> {
 fn load(args: &mut Args) -> Result<Config> {
     let given = args.keys.load(&args.config)?;
     let origin = given.origin("do_train");
-    if *origin != Origin::Default
+    if origin != Origin::Default
         && !given.arguments().do_train
         && !given.arguments().text_generation
     {

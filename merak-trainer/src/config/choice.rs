@@ -2,12 +2,12 @@
 
 use std::fmt;
 
+use merak_ckpt::words::nearest;
 use merak_mpu::EngineKind;
 use merak_trace::Units;
 use serde_json::Value;
 
 use super::{
-    nearest::nearest,
     range::Range,
     setting::{Refusal, Setting},
 };

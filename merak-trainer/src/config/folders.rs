@@ -29,10 +29,11 @@ impl Config {
             return;
         };
         let file = folder.0.join(TOKENIZER);
-        if *self.origin("data.tokenizer") == Origin::Default && file.is_file() {
+        if self.origin("data.tokenizer") == Origin::Default && file.is_file() {
             self.arguments.data.tokenizer = TokenizerSource::File(file);
-            let origin = self.origin("model.hf_dir").clone();
-            self.origins.insert("data.tokenizer", origin);
+            let folder = self.values.get("model.hf_dir").cloned();
+            self.values
+                .extend(folder.map(|folder| ("data.tokenizer".to_owned(), folder)));
         }
     }
 }

@@ -1,106 +1,112 @@
-//! A layer of the configuration: the entries that a file, the environment or the command line
-//! gives.
+//! The layers of the configuration as sources of the crate `config`, which merges them: the values
+//! that a file, the environment, the command line or the command gives.
 
-use std::path::{Path, PathBuf};
-
+use ::config::{ConfigError as Never, Map, Source, Value, ValueKind};
 use merak_ckpt::words::pasted_dash;
-use serde_json::Value;
 
 use super::{
     key::Raw,
     keys::{SECTIONS, keys},
-    origin::Origin,
+    origin::{COMMAND, in_environment, on_command_line},
     reserved::RESERVED,
     setting::Setting,
     strict,
 };
 use crate::error::{ConfigError, Error, Result};
 
-/// One key with its value, not yet looked up.
-#[derive(Debug, Clone)]
-pub(crate) struct Entry {
-    /// Full name with underscores: `data.path`.
-    pub(crate) name: String,
-    /// The value.
-    pub(crate) raw: Raw,
-    /// Where it stands.
-    pub(crate) origin: Origin,
+/// A layer: names of keys with their values, in its order. Names are full ones with underscores
+/// (`data.path`), not yet looked up.
+///
+/// A text whose key is to tell its type is a string. A value with a type of its own is the one item
+/// of a list: `config` replaces lists, but would merge the tables of two layers.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Layer(pub(crate) Vec<(String, Value)>);
+
+/// The table of all keys. Inside it names are taken as they are, not as paths.
+const KEYS: &str = "keys";
+
+impl Source for Layer {
+    fn clone_into_box(&self) -> Box<dyn Source + Send + Sync> {
+        Box::new(self.clone())
+    }
+
+    fn collect(&self) -> Result<Map<String, Value>, Never> {
+        let keys: Map<_, _> = self.0.iter().cloned().collect();
+        Ok(Map::from([(KEYS.to_owned(), keys.into())]))
+    }
+}
+
+/// The values of all layers, of which the later wins.
+pub(crate) fn merged(layers: &[Layer]) -> Map<String, Value> {
+    let sources = layers.iter().cloned();
+    let builder = sources.fold(::config::Config::builder(), |all, layer| {
+        all.add_source(layer)
+    });
+    let all = builder.build().and_then(|all| all.get_table(KEYS));
+    all.expect("sources in memory do not fail")
+}
+
+/// A value of a layer as its key reads it.
+pub(crate) fn raw(value: &Value) -> Raw {
+    match &value.kind {
+        ValueKind::String(text) => Raw::Text(text.clone()),
+        ValueKind::Array(one) => Raw::Typed(one.first().map(strict::json).unwrap_or_default()),
+        _ => Raw::Typed(strict::json(value)),
+    }
 }
 
 /// A value that the command itself gives a key, besides the layers: from one of the command's own
 /// options or arguments, or always.
 #[derive(Debug, Clone)]
-pub struct Given {
-    key: &'static str,
-    text: String,
-    origin: Origin,
-}
+pub struct Given(String, Value);
 
 impl Given {
     /// The value of a key that has another name on the command, such as `--schedule` or
     /// `CHECKPOINT`. Messages use that name.
-    pub fn by(option: impl Into<String>, key: &'static str, text: impl Into<String>) -> Self {
-        let option = option.into();
-        Self {
-            origin: Origin::CommandLine { option },
-            ..Self::always(key, text)
-        }
+    pub fn by(option: impl AsRef<str>, key: &'static str, text: impl Into<String>) -> Self {
+        let origin = on_command_line(option.as_ref());
+        Self(key.to_owned(), Value::new(Some(&origin), text.into()))
     }
 
     /// The value that a key always has under this command.
     pub fn always(key: &'static str, text: impl Into<String>) -> Self {
-        Self {
-            key,
-            text: text.into(),
-            origin: Origin::Command,
-        }
+        let origin = COMMAND.to_owned();
+        Self(key.to_owned(), Value::new(Some(&origin), text.into()))
     }
 }
 
-/// Entries of the command's own values.
-pub(crate) fn from_command(given: impl IntoIterator<Item = Given>) -> Vec<Entry> {
-    let entry = |given: Given| Entry {
-        name: given.key.to_owned(),
-        raw: Raw::Text(given.text),
-        origin: given.origin,
-    };
-    given.into_iter().map(entry).collect()
-}
-
-/// The folder that an entry's relative input paths start from.
-pub(crate) fn base_of(origin: &Origin) -> PathBuf {
-    match origin {
-        Origin::File { path, .. } => path.parent().map(Path::to_path_buf).unwrap_or_default(),
-        _ => PathBuf::new(),
-    }
+/// The command's own values.
+pub(crate) fn from_command(given: impl IntoIterator<Item = Given>) -> Layer {
+    let values = given.into_iter().map(|Given(key, value)| (key, value));
+    Layer(values.collect())
 }
 
 /// Prefix of the environment variables that set keys.
 pub const VARIABLES: &str = "MERAK_";
 
-/// Entries of the environment: `MERAK_TP`, `MERAK_DATA__PATH`; `MERAK_LOG` is the log filter.
+/// The layer of the environment: `MERAK_TP`, `MERAK_DATA__PATH`; `MERAK_LOG` is the log filter.
 pub(crate) fn from_environment(
     environment: impl IntoIterator<Item = (String, String)>,
-) -> Result<Vec<Entry>> {
+) -> Result<Layer> {
     let mut variables: Vec<_> = environment
         .into_iter()
         .filter(|(variable, _)| variable.starts_with(VARIABLES) && variable != "MERAK_LOG")
         .collect();
     // The operating system decides the order of the environment.
     variables.sort();
-    let mut entries = Vec::new();
+    let mut layer = Layer::default();
     for (variable, text) in variables {
         let name = variable[VARIABLES.len()..]
             .to_ascii_lowercase()
             .replace("__", ".");
-        push_text(&mut entries, name, text, Origin::Environment { variable })?;
+        layer.add_text(name, text, &in_environment(&variable))?;
     }
-    Ok(entries)
+    Ok(layer)
 }
 
-/// Entries of the command line: `--key value`, `--key=value`, `--set key=value`, a bare `--flag`.
-pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
-    let mut entries = Vec::new();
+/// The layer of the command line: `--key value`, `--key=value`, `--set key=value`, a bare `--flag`.
+pub(crate) fn from_command_line(arguments: &[String]) -> Result<Layer> {
+    let mut layer = Layer::default();
     let mut rest = arguments.iter().peekable();
     while let Some(argument) = rest.next() {
         let Some(option) = argument
@@ -122,26 +128,25 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
         if key == "set" {
             let pair = attached.or_else(|| rest.next_if(is_word).cloned());
             let (key, value) = split_pair(pair)?;
-            let origin = Origin::CommandLine {
-                option: format!("--set {key}"),
-            };
-            push_text(&mut entries, spelled(&key), value, origin)?;
+            let origin = on_command_line(&format!("--set {key}"));
+            layer.add_text(spelled(&key), value, &origin)?;
             continue;
         }
         let (name, option) = (spelled(key), format!("--{key}"));
         let is_choice = |next: &str| Option::<bool>::from_text(next).is_ok();
-        let belongs = |next: &&String| is_word(next) && (!is_flag(&name) || is_choice(next));
+        let belongs =
+            |next: &&String| is_word(next) && (is_flag(&name) != Some(true) || is_choice(next));
         let text = match attached.or_else(|| rest.next_if(belongs).cloned()) {
             Some(text) => text,
-            None if needs_value(&name) => {
+            None if is_flag(&name) == Some(false) => {
                 let example = format!("{option} VALUE");
                 return Err(Error::Config(ConfigError::MissingValue { option, example }));
             }
             None => "true".into(),
         };
-        push_text(&mut entries, name, text, Origin::CommandLine { option })?;
+        layer.add_text(name, text, &on_command_line(&option))?;
     }
-    Ok(entries)
+    Ok(layer)
 }
 
 /// Key and value of the word after `--set`.
@@ -173,70 +178,58 @@ fn spelled(key: &str) -> String {
     short.map_or(key, |(_, name)| (*name).to_owned())
 }
 
-fn is_flag(name: &str) -> bool {
-    keys().any(|key| key.name == name && key.is_flag)
-        || RESERVED.iter().any(|key| key.name == name && key.is_flag())
+/// The keys that this version knows, and whether each is a flag.
+fn known() -> impl Iterator<Item = (&'static str, bool)> {
+    let reserved = RESERVED.iter().map(|key| (key.name, key.is_flag()));
+    keys().map(|key| (key.name, key.is_flag)).chain(reserved)
 }
 
-/// Whether the option needs a value. Flags do not, nor do unknown keys, which get their own error.
-fn needs_value(name: &str) -> bool {
-    keys().any(|key| key.name == name && !key.is_flag)
-        || RESERVED
-            .iter()
-            .any(|key| key.name == name && !key.is_flag())
-        || SECTIONS.contains(&name)
+/// Whether a key is a flag; `None` for an unknown one, which gets its own error.
+fn is_flag(name: &str) -> Option<bool> {
+    let sections = SECTIONS.iter().map(|section| (*section, false));
+    let mut known = known().chain(sections);
+    known
+        .find(|(key, _)| *key == name)
+        .map(|(_, is_flag)| is_flag)
 }
 
-fn push_text(entries: &mut Vec<Entry>, name: String, text: String, origin: Origin) -> Result<()> {
-    if SECTIONS.contains(&name.as_str()) {
-        // A whole section, as a JSON object.
-        let value = strict::parse(&text).unwrap_or(Value::String(text));
-        return push_section(entries, &name, value, &origin);
+impl Layer {
+    /// Adds a value as text; that of a whole section is a JSON object.
+    fn add_text(&mut self, name: String, text: String, origin: &String) -> Result<()> {
+        if SECTIONS.contains(&name.as_str()) {
+            let section = strict::parse(&text).unwrap_or_else(|_| text.into());
+            return self.add_typed(name, Value::new(Some(origin), section.kind));
+        }
+        self.0
+            .push((full_name(name), Value::new(Some(origin), text)));
+        Ok(())
     }
-    entries.push(Entry {
-        name: full_name(name),
-        raw: Raw::Text(text),
-        origin,
-    });
-    Ok(())
-}
 
-/// Adds a typed value, a section key by key.
-pub(crate) fn push_value(
-    entries: &mut Vec<Entry>,
-    name: String,
-    value: Value,
-    origin: Origin,
-) -> Result<()> {
-    if SECTIONS.contains(&name.as_str()) {
-        return push_section(entries, &name, value, &origin);
+    /// Adds a value that has a type, a section key by key.
+    pub(crate) fn add_typed(&mut self, name: String, value: Value) -> Result<()> {
+        let origin = value.origin().unwrap_or_default().to_owned();
+        if !SECTIONS.contains(&name.as_str()) {
+            let one = Value::new(Some(&origin), vec![value]);
+            self.0.push((full_name(name), one));
+            return Ok(());
+        }
+        let ValueKind::Table(table) = value.kind else {
+            return Err(Error::Config(ConfigError::WrongType {
+                expected: table_of(&name),
+                key: name,
+                found: strict::json(&value).to_string(),
+                place: origin,
+            }));
+        };
+        for (key, value) in table {
+            let origin = value.origin().unwrap_or(&origin).to_owned();
+            self.add_typed(
+                format!("{name}.{key}"),
+                Value::new(Some(&origin), value.kind),
+            )?;
+        }
+        Ok(())
     }
-    entries.push(Entry {
-        name: full_name(name),
-        raw: Raw::Typed(value),
-        origin,
-    });
-    Ok(())
-}
-
-fn push_section(entries: &mut Vec<Entry>, name: &str, value: Value, origin: &Origin) -> Result<()> {
-    let Value::Object(table) = value else {
-        return Err(Error::Config(ConfigError::WrongType {
-            key: name.to_owned(),
-            expected: table_of(name),
-            found: value.to_string(),
-            place: origin.to_string(),
-        }));
-    };
-    for (key, value) in table {
-        let name = format!("{name}.{key}");
-        entries.push(Entry {
-            name,
-            raw: Raw::Typed(value),
-            origin: origin.clone(),
-        });
-    }
-    Ok(())
 }
 
 /// A section, with the keys that it begins with.
@@ -251,17 +244,7 @@ fn table_of(section: &str) -> String {
 
 /// The full name of a key: the tensor-parallel lists may stand outside their table.
 fn full_name(name: String) -> String {
-    const LISTS: &[&str] = &[
-        "col_para_list",
-        "row_para_list",
-        "input_output_mapping",
-        "weight_change_list",
-        "tp_attr_list",
-        "conv_para_list",
-    ];
-    if LISTS.contains(&name.as_str()) {
-        format!("tp_layer_lists.{name}")
-    } else {
-        name
-    }
+    let full = format!("tp_layer_lists.{name}");
+    let is_list = known().any(|(key, _)| key == full);
+    if is_list { full } else { name }
 }

@@ -1,9 +1,15 @@
-//! The lines of the keys in a YAML or JSON file, and the file's size with its aliases followed.
+//! A YAML file with the lines of its keys. JSON is YAML, with rare exceptions: its lines are read
+//! here too.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use super::strict::twice;
-use yaml_rust2::{Event, parser::Parser, scanner::Marker};
+use super::{file::kind_of_float, strict::twice};
+use ::config::{Map, Value, ValueKind};
+use yaml_rust2::{
+    Event, Yaml,
+    parser::{Parser, Tag},
+    scanner::{Marker, TScalarStyle},
+};
 
 /// Most levels of nested lists and tables in a configuration.
 const MAX_DEPTH: usize = 64;
@@ -14,135 +20,163 @@ const MAX_VALUES: usize = 100_000;
 /// The line of each key, from 1; a key in a table is named `table.key`.
 pub(super) type Lines = BTreeMap<String, usize>;
 
-/// Reads the places of the keys.
+/// Reads the value of the only document, and the places of its keys.
 ///
 /// # Errors
 /// What is wrong with the text, with its line.
-pub(super) fn key_lines(text: &str) -> Result<Lines, String> {
+pub(super) fn document(text: &str) -> Result<(Value, Lines), String> {
     let mut parser = Parser::new_from_str(text);
     let mut walk = Walk::default();
     loop {
         let (event, mark) = parser.next_token().map_err(|error| error.to_string())?;
         if event == Event::StreamEnd {
-            return Ok(walk.lines);
+            let empty = || Map::<String, Value>::new().into();
+            return Ok((walk.root.unwrap_or_else(empty), walk.lines));
         }
         walk.take(event, mark)?;
     }
 }
 
 /// A list or table that is still open.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Open {
     anchor: usize,
     /// Values in it so far, itself included.
     values: usize,
     /// In a table, the key whose value comes next.
     key: Option<String>,
-    /// Its keys so far.
-    keys: BTreeSet<String>,
-    is_table: bool,
+    so_far: ValueKind,
+}
+
+impl Open {
+    fn awaits_key(&self) -> bool {
+        matches!(self.so_far, ValueKind::Table(_)) && self.key.is_none()
+    }
 }
 
 #[derive(Debug, Default)]
 struct Walk {
+    root: Option<Value>,
     lines: Lines,
     open: Vec<Open>,
-    /// The number of values behind each anchor.
-    anchors: BTreeMap<usize, usize>,
-    values: usize,
+    /// The number of values behind each anchor, and the value.
+    anchors: BTreeMap<usize, (usize, Value)>,
 }
 
 impl Walk {
     fn take(&mut self, event: Event, mark: Marker) -> Result<(), String> {
         let line = mark.line();
         match event {
-            Event::Scalar(text, _, anchor, _) => {
-                let is_key = self.take_key(&text, line)?;
-                if !is_key {
-                    self.anchors.insert(anchor, 1);
-                    self.count(1, line)?;
-                }
+            Event::DocumentStart if self.root.is_some() => {
+                return Err("more than one YAML document".to_owned());
+            }
+            Event::Scalar(text, style, anchor, tag) => {
+                let value = scalar(text.clone(), style, tag.as_ref()).into();
+                self.add(anchor, 1, value, &text, line)
             }
             Event::Alias(anchor) => {
-                let values = self.anchors.get(&anchor).copied().unwrap_or(1);
-                self.count(values, line)?;
+                let (values, value) = self.anchors.get(&anchor).cloned().unwrap_or_default();
+                self.add(0, values.max(1), value, "with parts", line)
             }
-            Event::SequenceStart(anchor, _) => self.start(anchor, false, line)?,
-            Event::MappingStart(anchor, _) => self.start(anchor, true, line)?,
-            Event::SequenceEnd | Event::MappingEnd => {
-                if let Some(open) = self.open.pop() {
-                    self.anchors.insert(open.anchor, open.values);
-                    self.count(open.values, line)?;
-                }
+            Event::SequenceStart(anchor, _) => self.start(anchor, Vec::<Value>::new().into(), line),
+            Event::MappingStart(anchor, _) => {
+                self.start(anchor, Map::<String, Value>::new().into(), line)
             }
-            _ => {}
+            Event::SequenceEnd | Event::MappingEnd => match self.open.pop() {
+                Some(open) => self.add(open.anchor, open.values, open.so_far.into(), "", line),
+                None => Ok(()),
+            },
+            _ => Ok(()),
         }
-        Ok(())
     }
 
-    /// Notes a key of the table that is open, if one is due.
-    fn take_key(&mut self, text: &str, line: usize) -> Result<bool, String> {
-        let depth = self.open.len();
-        let outer = match self.open.as_slice() {
-            [outer, _] => outer.key.clone(),
-            _ => None,
-        };
-        let Some(table) = self.open.last_mut().filter(|open| open.is_table) else {
-            return Ok(false);
-        };
-        if table.key.is_some() {
-            return Ok(false);
-        }
-        if !table.keys.insert(text.to_owned()) {
-            return Err(format!("{} at line {line}", twice(text)));
-        }
-        table.key = Some(text.to_owned());
-        match (depth, outer) {
-            (1, _) => {
-                self.lines.entry(text.to_owned()).or_insert(line);
-            }
-            (2, Some(outer)) => {
-                self.lines.entry(format!("{outer}.{text}")).or_insert(line);
-            }
-            _ => {}
-        }
-        Ok(true)
-    }
-
-    fn start(&mut self, anchor: usize, is_table: bool, line: usize) -> Result<(), String> {
+    fn start(&mut self, anchor: usize, empty: ValueKind, line: usize) -> Result<(), String> {
         if self.open.len() == MAX_DEPTH {
             return Err(format!(
                 "more than {MAX_DEPTH} lists and tables inside each other at line {line}"
             ));
         }
-        // A list or table as a key is refused where values are read.
-        if let Some(open) = self.open.last_mut().filter(|open| open.key.is_none()) {
-            open.key = open.is_table.then(String::new);
+        if self.open.last().is_some_and(Open::awaits_key) {
+            return Err(no_string("with parts", line));
         }
         self.open.push(Open {
             anchor,
             values: 1,
             key: None,
-            keys: BTreeSet::new(),
-            is_table,
+            so_far: empty,
         });
         Ok(())
     }
 
-    /// Counts values that have ended.
-    fn count(&mut self, values: usize, line: usize) -> Result<(), String> {
-        match self.open.last_mut() {
-            Some(open) => {
-                open.key = None;
-                open.values = open.values.saturating_add(values);
-                self.values = self.values.max(open.values);
-            }
-            None => self.values = self.values.max(values),
+    /// Adds a value that has ended to what is open; `text` is how it was written. In a table, keys
+    /// and values take turns.
+    fn add(
+        &mut self,
+        anchor: usize,
+        values: usize,
+        value: Value,
+        text: &str,
+        line: usize,
+    ) -> Result<(), String> {
+        if anchor > 0 {
+            self.anchors.insert(anchor, (values, value.clone()));
         }
-        if self.values > MAX_VALUES {
+        let outer = match self.open.as_slice() {
+            [] | [_] => Some(String::new()),
+            [outer, _] => outer.key.as_ref().map(|outer| format!("{outer}.")),
+            _ => None,
+        };
+        let Some(open) = self.open.last_mut() else {
+            self.root = Some(value);
+            return Ok(());
+        };
+        let awaits_key = open.awaits_key();
+        match &mut open.so_far {
+            ValueKind::Table(table) if awaits_key => {
+                let ValueKind::String(key) = value.kind else {
+                    return Err(no_string(text, line));
+                };
+                if table.contains_key(&key) {
+                    return Err(format!("{} at line {line}", twice(&key)));
+                }
+                let full = outer.map(|outer| outer + &key);
+                self.lines.extend(full.map(|full| (full, line)));
+                open.key = Some(key);
+                return Ok(());
+            }
+            ValueKind::Table(table) => table.extend(open.key.take().map(|key| (key, value))),
+            ValueKind::Array(items) => items.push(value),
+            _ => {}
+        }
+        open.values = open.values.saturating_add(values);
+        if open.values > MAX_VALUES {
             return Err(format!("more than {MAX_VALUES} values at line {line}"));
         }
         Ok(())
+    }
+}
+
+/// The error of a key that is not a string.
+fn no_string(key: &str, line: usize) -> String {
+    let key = if key.is_empty() { "~" } else { key };
+    format!("the key {key} at line {line} is no string: put it in quotes")
+}
+
+/// A value without parts: text in quotes or of a tag that is not YAML's own is a string.
+fn scalar(text: String, style: TScalarStyle, tag: Option<&Tag>) -> ValueKind {
+    let is_typed = |tag: &Tag| {
+        tag.handle == "tag:yaml.org,2002:"
+            && ["bool", "int", "float", "null"].contains(&tag.suffix.as_str())
+    };
+    if style != TScalarStyle::Plain || !tag.is_none_or(is_typed) {
+        return text.into();
+    }
+    match Yaml::from_str(&text) {
+        Yaml::Real(number) => kind_of_float(&number),
+        Yaml::Integer(number) => number.into(),
+        Yaml::Boolean(flag) => flag.into(),
+        Yaml::Null => ValueKind::Nil,
+        _ => text.into(),
     }
 }
 
@@ -150,6 +184,10 @@ impl Walk {
 mod tests {
     use super::*;
     use std::fmt::Write as _;
+
+    fn key_lines(text: &str) -> Result<Lines, String> {
+        document(text).map(|(_, lines)| lines)
+    }
 
     #[test]
     fn keys_of_the_file_and_of_its_tables_have_lines() {

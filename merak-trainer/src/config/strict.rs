@@ -3,9 +3,10 @@
 use std::fmt;
 
 use super::setting::Refusal;
+use ::config::{Map, Value, ValueKind};
 use merak_ckpt::words::brief;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
-use serde_json::{Map, Value};
+use serde_json::Value as Json;
 
 /// The message about a key that stands in a table twice.
 pub(super) fn twice(key: &str) -> String {
@@ -21,8 +22,8 @@ pub(super) fn parse(text: &str) -> Result<Value, serde_json::Error> {
 }
 
 /// The value that a text of the environment or the command line stands for.
-pub(super) fn parse_text(text: &str) -> Result<Value, Refusal> {
-    parse(text).map_err(|error| {
+pub(super) fn parse_text(text: &str) -> Result<Json, Refusal> {
+    let value = parse(text).map_err(|error| {
         // Text that does not begin like a table or list is a wrong type, not damaged JSON.
         let is_json = text.trim_start().starts_with(['{', '[']);
         let reason = error.to_string();
@@ -31,7 +32,30 @@ pub(super) fn parse_text(text: &str) -> Result<Value, Refusal> {
         } else {
             Refusal::Type
         }
-    })
+    })?;
+    Ok(json(&value))
+}
+
+/// A value as JSON, by its kind.
+pub(super) fn json(value: &Value) -> Json {
+    match &value.kind {
+        ValueKind::Nil => Json::Null,
+        ValueKind::Boolean(flag) => Json::from(*flag),
+        ValueKind::I64(number) => Json::from(*number),
+        ValueKind::U64(number) => Json::from(*number),
+        ValueKind::I128(_) | ValueKind::U128(_) => Json::from(value.to_string()),
+        ValueKind::Float(number) => Json::from(*number),
+        ValueKind::String(text) => Json::from(text.as_str()),
+        ValueKind::Array(items) => items.iter().map(json).collect(),
+        ValueKind::Table(table) => {
+            let entries = table.iter();
+            Json::Object(
+                entries
+                    .map(|(key, value)| (key.clone(), json(value)))
+                    .collect(),
+            )
+        }
+    }
 }
 
 /// A value whose tables were read key by key.
@@ -53,27 +77,27 @@ impl<'de> Visitor<'de> for Reader {
     }
 
     fn visit_unit<E>(self) -> Result<Value, E> {
-        Ok(Value::Null)
+        Ok(ValueKind::Nil.into())
     }
 
     fn visit_bool<E>(self, flag: bool) -> Result<Value, E> {
-        Ok(Value::Bool(flag))
+        Ok(flag.into())
     }
 
     fn visit_i64<E>(self, number: i64) -> Result<Value, E> {
-        Ok(Value::from(number))
+        Ok(number.into())
     }
 
     fn visit_u64<E>(self, number: u64) -> Result<Value, E> {
-        Ok(Value::from(number))
+        Ok(number.into())
     }
 
     fn visit_f64<E>(self, number: f64) -> Result<Value, E> {
-        Ok(Value::from(number))
+        Ok(number.into())
     }
 
     fn visit_str<E>(self, text: &str) -> Result<Value, E> {
-        Ok(Value::from(text))
+        Ok(text.into())
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
@@ -81,7 +105,7 @@ impl<'de> Visitor<'de> for Reader {
         while let Some(Strict(item)) = items.next_element()? {
             list.push(item);
         }
-        Ok(Value::Array(list))
+        Ok(list.into())
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
@@ -93,7 +117,7 @@ impl<'de> Visitor<'de> for Reader {
             let Strict(value) = entries.next_value()?;
             table.insert(key, value);
         }
-        Ok(Value::Object(table))
+        Ok(table.into())
     }
 }
 
@@ -109,8 +133,9 @@ mod tests {
             "{\"b\": {\"a\": 1}, \"a\": [{\"a\": null}]}",
             "{\"a\": 1",
         ] {
-            let expected = serde_json::from_str::<Value>(text);
-            assert_eq!(parse(text).ok(), expected.ok(), "{text}");
+            let expected = serde_json::from_str::<Json>(text);
+            let value = parse(text).ok().as_ref().map(json);
+            assert_eq!(value, expected.ok(), "{text}");
         }
     }
 

@@ -9,10 +9,8 @@ use super::{
     tensor_files::TensorFiles,
     translation::moved_right,
 };
-use crate::{
-    config::nearest,
-    error::{DataError, Error, Result},
-};
+use crate::error::{DataError, Error, Result};
+use merak_ckpt::words::nearest;
 
 /// A tensor that samples lack and that is made from their others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,11 +2,11 @@
 
 use super::{EvaluationMetrics, MerakTrainer};
 use crate::{
-    config::{MetricName, nearest, one_of},
+    config::{MetricName, one_of},
     error::{ConfigError, Error, Result, ResumeError},
     folder::ADAPTER,
 };
-use merak_ckpt::{Checkpoint, Store, replace_lora};
+use merak_ckpt::{Checkpoint, Store, replace_lora, words::nearest};
 use merak_mpu::ReduceOp;
 use serde::{Deserialize, Serialize};
 use std::path::Path;

@@ -4,8 +4,10 @@ mod decoding;
 mod encoded;
 mod programs;
 mod search;
+mod stop_strings;
 
 pub(super) use self::programs::Programs;
+pub use self::stop_strings::StopStrings;
 use self::{decoding::Generation, search::Search};
 use super::{MerakTrainer, link};
 use crate::error::{Error, Result};

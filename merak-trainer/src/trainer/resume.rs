@@ -6,13 +6,14 @@ use super::{
     checkpoint::{LoadedCheckpoint, RunState},
 };
 use crate::{
-    config::{CheckedArguments, nearest},
+    config::CheckedArguments,
     error::{Error, Result, ResumeError, chain},
     folder::{ADAPTER_CONFIG, AUTO, Contents, OWN_CHECKPOINTS},
     plan::{BASE_NAME, ParamGroups, Plan},
 };
 use merak_ckpt::{
     Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, TensorEntry, format::CHECKPOINTS,
+    words::nearest,
 };
 use merak_trace::Param;
 use serde_json::Value;

@@ -377,6 +377,42 @@ fn a_later_layer_wins_and_each_value_keeps_its_origin() {
 }
 
 #[test]
+fn a_later_table_replaces_the_earlier_one_whole() {
+    let file = file("merak.toml", "[lr_scales]\nwte = 0.5\nwpe = 0.5\n");
+    let environment = [("MERAK_LR_SCALES".to_owned(), r#"{"h": 2}"#.to_owned())];
+    let config = Config::load(Some(&file.path), environment, &[]).unwrap();
+    let explained = &config.to_json()["lr_scales"];
+    assert_eq!(explained["value"], json!({"h": 2.0}));
+    assert_eq!(explained["origin"], "environment MERAK_LR_SCALES");
+    let alone = Config::load(Some(&file.path), [], &[]).unwrap();
+    assert!(alone.origin("lr_scales").to_string().ends_with(":1"));
+    // A section of the command line gives typed tables, as a file does.
+    let file = self::file("merak.toml", "data.tokenizer.train_bpe = 4096\n");
+    let line = [r#"--data={"tokenizer": "bytes"}"#.to_owned()];
+    assert_snapshot!(message(Config::load(Some(&file.path), [], &line)), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
+}
+
+#[test]
+fn a_wrong_value_is_refused_though_a_later_one_replaces_it() {
+    let file = file("merak.toml", "tp = 1.5\n");
+    let line = ["--tp=2".to_owned()];
+    assert_snapshot!(message(Config::load(Some(&file.path), [], &line)), @r#""tp" expects an integer of at least 1, found 1.5 (merak.toml:1)"#);
+    assert_snapshot!(message(load_line("--tp true --tp 2")), @r#""tp" expects an integer of at least 1, found true (command line --tp)"#);
+    assert_snapshot!(message(load_line("--data={\"max_bytes\":\"5\"}")), @r#""data.max_bytes" expects an integer of at least 1 or none, found "5" (command line --data)"#);
+}
+
+#[test]
+fn yaml_values_keep_their_types_lines_and_aliases() {
+    let text = "lr_scales: &scales {wte: 0.5}\ndata: {max_bytes: 0x10}\nseed: !!int 7\nlayerwise_lr_decay: .inf\n";
+    assert_snapshot!(message(load_file("merak.yaml", text)), @r#""layerwise_lr_decay" expects a number of more than 0 and at most 1, found ".inf" (merak.yaml:4)"#);
+    let text = text.replace(".inf", "1.0") + "lr_scheduler_kwargs: *scales\n";
+    assert_snapshot!(message(load_file("merak.yaml", &text)).split(',').next_back().expect("a place"), @r#" found {"wte":0.5} (merak.yaml:5)"#);
+    assert_snapshot!(message(load_file("merak.yaml", "tp: 1\n---\ntp: 2\n")), @"cannot parse the configuration merak.yaml: more than one YAML document");
+    assert_snapshot!(message(load_file("merak.yaml", "tp: 1\n[a]: 2\n")), @"cannot parse the configuration merak.yaml: the key with parts at line 2 is no string: put it in quotes");
+    assert_snapshot!(message(load_file("merak.yaml", "? &k tp\n: 2\n? *k\n: 3\n")), @r#"cannot parse the configuration merak.yaml: duplicate key "tp" at line 3"#);
+}
+
+#[test]
 fn input_paths_are_relative_to_the_file_that_names_them() {
     let text = "output_dir = 'runs'\n[data]\npath = 'text'\ntokenizer = 'tokenizer.json'\n";
     let file = file("merak.toml", text);

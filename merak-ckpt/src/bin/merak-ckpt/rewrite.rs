@@ -67,8 +67,8 @@ impl Degrees {
             dp: self.dp,
             tp: self.tp,
             pp: self.pp,
-            sp: 1,
             zero_stage,
+            ..Topology::default()
         }
     }
 }

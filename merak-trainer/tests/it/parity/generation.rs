@@ -3,7 +3,7 @@
 use std::{fs, path::Path};
 
 use merak_ckpt::GenerateOptions;
-use merak_trainer::data::{StopStrings, Tokenizer};
+use merak_trainer::{StopStrings, data::Tokenizer};
 use serde::Deserialize;
 use tempfile::tempdir;
 

@@ -1,6 +1,6 @@
 //! Strings that end a text.
 
-use super::Tokenizer;
+use crate::data::Tokenizer;
 
 /// Looks for strings at the end of a text that grows by tokens.
 ///
@@ -8,7 +8,7 @@ use super::Tokenizer;
 /// or in the middle of a token. `stop_strings` of transformers has the same meaning.
 ///
 /// ```
-/// use merak_trainer::data::{StopStrings, Tokenizer};
+/// use merak_trainer::{StopStrings, data::Tokenizer};
 ///
 /// let tokenizer = Tokenizer::bytes();
 /// let strings = ["end".to_owned()];
