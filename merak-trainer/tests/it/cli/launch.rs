@@ -26,7 +26,12 @@ fn launch(place: &Workplace, options: &str, script: &str) -> Command {
 }
 
 /// Runs a command to its end, which must come before the deadline.
-pub(super) fn end(place: &Workplace, mut command: Command) -> Ended {
+pub(super) fn end(place: &Workplace, command: Command) -> Ended {
+    end_within(DEADLINE, place, command)
+}
+
+/// The same with a deadline of its own.
+pub(super) fn end_within(deadline: Duration, place: &Workplace, mut command: Command) -> Ended {
     let child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -35,7 +40,7 @@ pub(super) fn end(place: &Workplace, mut command: Command) -> Ended {
         .expect("the command starts");
     let (pid, (sender, ended)) = (child.id(), mpsc::channel());
     thread::spawn(move || sender.send(child.wait_with_output()));
-    let output = ended.recv_timeout(DEADLINE);
+    let output = ended.recv_timeout(deadline);
     if output.is_err() {
         kill("KILL", pid);
     }

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::{
     Workplace, files,
-    launch::{end, kill},
+    launch::{end_within, kill},
     processes::find_rank,
 };
 use crate::soak::Dice;
@@ -56,19 +56,21 @@ fn kill_ranks(place: &Workplace, (kills, interval): (usize, usize), has_ended: &
 
 fn soak(total: usize, interval: usize, save_steps: usize) {
     let place = Workplace::new();
+    // A step takes some milliseconds, and a restart about a second.
+    let deadline = Duration::from_secs(40 + total as u64);
     let train = format!(
         "train merak.toml --pp 2 --gradient_accumulation_steps 8 --max_steps {total} \
          --save_steps {save_steps} --save_total_limit 2 --resume auto"
     );
     let whole = place.command(&format!("launch -n 2 -- {train} --output_dir whole"));
-    let whole = end(&place, whole);
+    let whole = end_within(deadline, &place, whole);
     assert_eq!(whole.status, Some(0), "{}", whole.stderr);
     let kills = total / interval - 1;
     let line = format!("launch -n 2 --max-restarts {kills} -- {train} --output_dir broken");
     let (command, has_ended) = (place.command(&line), AtomicBool::new(false));
     let ended = thread::scope(|scope| {
         scope.spawn(|| kill_ranks(&place, (kills, interval), &has_ended));
-        let ended = end(&place, command);
+        let ended = end_within(deadline, &place, command);
         has_ended.store(true, Ordering::Relaxed);
         ended
     });
