@@ -7,7 +7,7 @@ use merak_pipe::ScheduleKind;
 use merak_trace::{Units, models};
 use merak_trainer::{
     Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, available_bytes, chain,
-    data::{Dataset, TokenDataset},
+    data::{Dataset, TokenDataset, Tokens},
     keys, run_world,
 };
 use serde_json::{Value, json};
@@ -150,7 +150,7 @@ fn trial() -> Result<()> {
         "n_embd": 4, "n_layer": 2, "n_head": 2 }),
     )?;
     let plan = Arc::new(Plan::new(&PlanInputs::read(model.into(), &args)?, &args)?);
-    let tokens: Arc<[u32]> = (0..64).map(|token| token % 8).collect();
+    let tokens: Tokens = (0..64).map(|token| token % 8).collect();
     let data: Arc<dyn Dataset> = Arc::new(TokenDataset::new(
         tokens,
         plan.draft.seq_length,
