@@ -40,9 +40,10 @@ fn lines(record: impl Fn(usize) -> Value) -> String {
 }
 
 fn talk(i: usize) -> Value {
+    let answer = ["yes", "no"][i % 2];
     json!({ "messages": [
         { "role": "user", "content": format!("{i}?") },
-        { "role": "assistant", "content": ["yes", "no"][i % 2] },
+        { "role": "assistant", "content": answer },
     ]})
 }
 
