@@ -10,7 +10,8 @@ use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
     CheckedArguments, MerakArguments, MerakTrainer, Plan, PlanInputs, TrainerParts,
-    data::TokenDataset, run_world, threads_per_rank,
+    data::{TokenDataset, Tokens},
+    run_world, threads_per_rank,
 };
 use std::{path::Path, sync::Arc};
 
@@ -81,7 +82,7 @@ fn losses(args: &CheckedArguments) -> Result<Vec<f64>> {
     });
     let model = models::from_config(&config)?;
     let plan = Arc::new(Plan::new(&PlanInputs::read(model.into(), args)?, args)?);
-    let tokens: Arc<[u32]> = (0..2000_u32).map(|i| i * i / 7 % 32).collect();
+    let tokens: Tokens = (0..2000_u32).map(|i| i * i / 7 % 32).collect();
     let data = Arc::new(TokenDataset::new(tokens, 16, "training")?);
     let by_rank = run_world(args, |member| {
         let mpu = Mpu::new(member, args.degrees())?;

@@ -14,6 +14,7 @@ mod file;
 mod folders;
 mod foreign;
 mod help;
+mod inputs;
 mod key;
 mod keys;
 mod layer;
@@ -47,6 +48,7 @@ pub use self::{
         RecomputeMode, ReportTo, TraceMethod,
     },
     help::{key_help, key_page},
+    inputs::{InputPaths, Mixture, MixturePart},
     key::Key,
     keys::{
         AutopipeArguments, ComputeArguments, DataArguments, DistributedArguments, MerakArguments,
@@ -92,12 +94,15 @@ pub struct Config {
 
 /// Keys that name a file of one host: a library, what the first rank knows of its machine's speed,
 /// and inputs, which are compared by their contents since they may lie elsewhere on another host.
-const OF_A_HOST: [&str; 7] = [
+const OF_A_HOST: [&str; 10] = [
     "cost_cache",
     "lora_config",
     "model.config",
     "model.hf_dir",
     "data.path",
+    "data.mixture",
+    "data.validation_path",
+    "data.chat_template",
     "data.tokenizer",
     "distributed.nccl_library",
 ];

@@ -29,16 +29,20 @@
 //! ```
 
 mod bigram;
+mod chat;
 mod classes;
+mod content;
 mod corpus;
 mod crates;
 mod dataset;
 mod evaluation;
 mod fingerprint;
+mod input;
 mod inputs;
 mod joined;
 mod loader;
 mod masked;
+mod mixture;
 mod order;
 mod permutation;
 mod plain;
@@ -47,6 +51,7 @@ mod rng;
 mod samples;
 mod source;
 mod spans;
+mod store;
 mod tensor_files;
 mod tensors;
 mod text;
@@ -56,6 +61,7 @@ mod translation;
 
 pub use self::{
     bigram::bigram_loss,
+    chat::{AnsweredTokens, ChatDataset},
     classes::{ClassDataset, LabelledText},
     corpus::Corpus,
     crates::CrateSources,
@@ -69,10 +75,12 @@ pub use self::{
     joined::Joined,
     loader::{Loader, Requests},
     masked::{MaskedDataset, Masking},
+    mixture::MixtureDataset,
     order::{BatchShape, DataPosition, Microbatch, TrainingOrder},
     permutation::Permutation,
     source::{DataTokens, Datasets, Source},
     spans::{Corruption, SpanCounts, SpanDataset, SpanTokens},
+    store::{TokenStore, Tokens},
     tensor_files::TensorFiles,
     tensors::TensorDataset,
     tokenizer::{Encoded, Tokenizer},

@@ -11,7 +11,7 @@
 //!
 //! ```
 //! use merak_trainer::{
-//!     Config, MerakTrainer, Plan, PlanInputs, TrainerParts, data::TokenDataset, run_world,
+//!     Config, MerakTrainer, Plan, PlanInputs, TrainerParts, data::{TokenDataset, Tokens}, run_world,
 //! };
 //! use std::sync::Arc;
 //!
@@ -31,7 +31,7 @@
 //! }))?;
 //! let inputs = PlanInputs::read(model.into(), &args)?;
 //! let plan = Arc::new(Plan::new(&inputs, &args)?);
-//! let tokens: Arc<[u32]> = (0..200).map(|i| i % 32).collect();
+//! let tokens: Tokens = (0..200).map(|i| i % 32).collect();
 //! let data = Arc::new(TokenDataset::new(tokens, plan.draft.seq_length, "training")?);
 //!
 //! let losses = run_world(&args, |member| {
@@ -88,10 +88,10 @@ mod world;
 pub use config::{
     AdapterName, AutopipeArguments, BackendChoice, Boundaries, CheckedArguments, ComputeArguments,
     ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments,
-    EarlyStop, EngineChoice, Given, InputPath, Key, LrScales, MerakArguments, MetricName,
-    ModelArguments, Origin, PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength,
-    Temperature, ThreadsPerRank, TokenIds, TokenizerSource, TpLayerListArguments, TraceMethod,
-    TrainSchedule, VARIABLES, key_help, key_page, keys,
+    EarlyStop, EngineChoice, Given, InputPath, InputPaths, Key, LrScales, MerakArguments,
+    MetricName, Mixture, MixturePart, ModelArguments, Origin, PartitionMethod, Range, Ratios,
+    RecomputeMode, ReportTo, SeqLength, Temperature, ThreadsPerRank, TokenIds, TokenizerSource,
+    TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{

@@ -8,7 +8,7 @@ use merak_pipe::ScheduleKind;
 use merak_trace::{Units, models};
 use merak_trainer::{
     Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, available_bytes, chain,
-    data::{Dataset, TokenDataset},
+    data::{Dataset, TokenDataset, Tokens},
     keys, run_on,
 };
 use serde_json::{Value, json};
@@ -161,7 +161,7 @@ fn trial(config: &Config) -> Result<()> {
     )?;
     let plan = Arc::new(Plan::new(&PlanInputs::read(model.into(), &args)?, &args)?);
     let tokens = 32 * ranks.max(2) as u32;
-    let tokens: Arc<[u32]> = (0..tokens).map(|token| token % 8).collect();
+    let tokens: Tokens = (0..tokens).map(|token| token % 8).collect();
     let data: Arc<dyn Dataset> = Arc::new(TokenDataset::new(
         tokens,
         plan.draft.seq_length,

@@ -4,8 +4,7 @@ use super::{Outcome, keys::Keys, output, prepared::Prepared, world};
 use clap::Args as ClapArgs;
 use merak_ckpt::words::file;
 use merak_trainer::{
-    Error, Given, MerakTrainer,
-    data::bigram_loss,
+    Error, Given, MerakTrainer, Result,
     metrics::{EvaluationMetrics, EvaluationProgress, Screen},
 };
 use serde_json::{Value, json};
@@ -57,7 +56,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     if !world.has_first() {
         return Ok(ExitCode::SUCCESS);
     }
-    let document = figures(&metrics, &prepared);
+    let document = figures(&metrics, &prepared)?;
     output::print(&if json {
         format!("{document:#}")
     } else {
@@ -72,7 +71,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
 
 /// The measurements, with the perplexity of a language model, and the loss of a bigram model beside
 /// that of a model of the next token.
-fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Value {
+fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Result<Value> {
     let mut document = json!({ "eval_loss": metrics.eval_loss });
     if prepared.is_language_model() {
         document["perplexity"] = metrics.eval_loss.exp().into();
@@ -83,8 +82,7 @@ fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Value {
         document[name] = (*value).into();
     }
     if let Some(corpus) = &prepared.corpus {
-        let vocab = corpus.tokenizer.vocab_size();
-        document["bigram_loss"] = bigram_loss(&corpus.train, &corpus.validation, vocab).into();
+        document["bigram_loss"] = corpus.bigram_loss()?.into();
     }
     let rest = json!({
         "eval_samples": metrics.eval_samples,
@@ -95,7 +93,7 @@ fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Value {
     for (name, value) in rest {
         document[name] = value.clone();
     }
-    document
+    Ok(document)
 }
 
 fn table(document: &Value) -> String {

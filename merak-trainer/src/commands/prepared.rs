@@ -245,6 +245,11 @@ impl Prepared {
             model_files.push(("tokenizer.json".to_owned(), json));
         }
         model_files.extend(companions(&args)?);
+        // The template in use, so that a checkpoint alone makes the same prompts.
+        if let Some(template) = Source::chat_template(&args.data)? {
+            model_files.retain(|(name, _)| *name != template.0);
+            model_files.push(template);
+        }
         Ok(Self {
             args,
             corpus: corpus.filter(|_| plan.draft.model.objective() == Objective::CausalLm),

@@ -12,7 +12,6 @@ use merak_trace::models::Objective;
 use merak_trainer::{
     Callback, CheckedArguments, Config, Error, FolderError, Given, LoadedCheckpoint, MerakTrainer,
     Origin, Result, RunFolder, TrainOutput, TrainerParts, World, chain,
-    data::bigram_loss,
     metrics::{EvaluationMetrics, Percent, Progress, Ran, Reporter, Screen},
 };
 use signal_hook::low_level::signal_name;
@@ -451,7 +450,7 @@ impl Run<'_> {
         if prompt_len == 0 || room < 2 {
             return Ok(None);
         }
-        let prompt = corpus.validation[..prompt_len].to_vec();
+        let prompt = corpus.validation.read(0..prompt_len)?.into_owned();
         let options = GenerateOptions {
             max_new_tokens: SAMPLE_TOKENS
                 .min(room - prompt_len)
@@ -498,11 +497,12 @@ impl Run<'_> {
         if let Some(evaluation) = &finished.evaluation {
             let (loss, samples) = (evaluation.eval_loss, evaluation.eval_samples);
             let _ = writeln!(text, "validated loss {loss:.4} over {samples} samples");
-            let bigram = self.corpus.as_ref().and_then(|corpus| {
-                let vocab = corpus.tokenizer.vocab_size();
-                bigram_loss(&corpus.train, &corpus.validation, vocab)
-            });
-            if let Some(bigram) = bigram {
+            // Training is done: tokens that can no longer be read leave out a line.
+            let bigram = self
+                .corpus
+                .as_ref()
+                .and_then(|corpus| corpus.bigram_loss().ok());
+            if let Some(bigram) = bigram.flatten() {
                 let _ = writeln!(
                     text,
                     "bigram    loss {bigram:.4}: what counting pairs of tokens reaches on the same data"

@@ -17,7 +17,7 @@ use super::{
         BackendChoice, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
         RecomputeMode, ReportTo,
     },
-    keys::{MerakArguments, keys},
+    keys::{MerakArguments, VALIDATION_FRACTION, keys},
     range::Number,
     schedule::TrainSchedule,
     special::Ratios,
@@ -149,7 +149,7 @@ fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         format_args!("unset while \"model.hf_dir\" ({place}) is set, whose folder has a config.json of its own"),
     )?;
     checker.require(
-        !a.do_eval || a.data.validation_fraction > 0.0,
+        !a.do_eval || a.data.validation_fraction > 0.0 || a.data.validation_path.is_some(),
         "do_eval",
         a.do_eval,
         "false while \"data.validation_fraction\" is 0, which leaves nothing to evaluate",
@@ -468,6 +468,30 @@ fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "data.skip_binary",
         data.skip_binary,
         "false under \"data.format\" tensors, whose files hold no text",
+    )?;
+    let (path, mixture) = (data.path.as_ref(), data.mixture.as_ref());
+    checker.require(
+        path.is_none() || mixture.is_none(),
+        "data.mixture",
+        format_args!(
+            "a list of {}",
+            mixture.map_or(0, |mixture| mixture.parts().len())
+        ),
+        format_args!(
+            "unset while \"data.path\" ({}) is set",
+            (checker.place)("data.path")
+        ),
+    )?;
+    let fraction = data.validation_fraction;
+    let is_open = [0.0, VALIDATION_FRACTION].contains(&fraction);
+    checker.require(
+        data.validation_path.is_none() || is_open,
+        "data.validation_fraction",
+        Number(fraction),
+        format_args!(
+            "unset while \"data.validation_path\" ({}) is set",
+            (checker.place)("data.validation_path")
+        ),
     )?;
     let (masked, random) = (data.mask_replace_prob, data.random_replace_prob);
     checker.require(

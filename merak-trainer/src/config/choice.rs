@@ -137,7 +137,8 @@ choices! {
     DataFormat {
         /// Text, read as bytes.
         Text = "text",
-        /// A JSON object a line: `text`; `text` and `label`; `source` and `target`.
+        /// A JSON object a line: `text`; `text` and `label`; `source` and `target`; `messages`;
+        /// `prompt` and `completion`.
         Jsonl = "jsonl",
         /// The same as a table with a header, cells parted by commas.
         Csv = "csv",

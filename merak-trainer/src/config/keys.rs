@@ -14,6 +14,7 @@ use super::{
         BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
         RecomputeMode, ReportTo, TraceMethod,
     },
+    inputs::{InputPaths, Mixture},
     key::{Key, settings},
     schedule::TrainSchedule,
     setting::InputPath,
@@ -387,14 +388,24 @@ settings! {
 settings! {
     /// Section `[data]`.
     DataArguments under "data." {
-        /// File or folder; unset: the sources of the crates in Cargo.lock as text.
-        path: Option<InputPath> = None,
+        /// File or folder, or a list of them that are read in turn; unset: the sources of the
+        /// crates in Cargo.lock as text.
+        path: Option<InputPaths> = None,
+        /// In place of `path`: several, each with its share of the samples. An epoch has as many
+        /// samples as all parts; a part of which it takes fewer goes on in the next epoch.
+        mixture: Option<Mixture> = None,
+        /// File or folder to validate on, or a list of them; unset: the end of the data.
+        validation_path: Option<InputPaths> = None,
         /// What the files hold.
         format: DataFormat = DataFormat::Text,
         /// How text becomes tokens: `bytes`, or the path of a tokenizer.json.
         tokenizer: TokenizerSource = TokenizerSource::Bytes,
-        /// Share of the tokens or samples, at the end, that validation takes.
-        validation_fraction: f64 [at_least 0, less_than 1] = 0.05,
+        /// File with the Jinja template of chats; unset: the one beside the tokenizer,
+        /// `chat_template.jinja` or in `tokenizer_config.json`.
+        chat_template: Option<InputPath> = None,
+        /// Share of the tokens or samples, at the end of each part, that validation takes where
+        /// `validation_path` is unset.
+        validation_fraction: f64 [at_least 0, less_than 1] = VALIDATION_FRACTION,
         /// Most bytes of text that are read; unset: all of `path`, or 8 MiB of the crates' sources.
         max_bytes: Option<usize> [at_least 1] = None,
         /// Whether files that are no text (binary, or not UTF-8 where the tokenizer needs that) are
@@ -466,6 +477,9 @@ settings! {
         row_para_list: Option<Vec<String>> = None,
     }
 }
+
+/// Share of the data that is for validation where nothing else is said.
+pub(super) const VALIDATION_FRACTION: f64 = 0.05;
 
 /// Steps between checkpoints where `save_steps` is not set.
 const SAVE_STEPS: usize = 500;

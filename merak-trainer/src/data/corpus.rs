@@ -1,10 +1,11 @@
 //! The text of a run as two streams of tokens.
 
-use std::sync::Arc;
-
 use super::{
+    bigram::bigram_loss,
     crates::CrateSources,
-    text::{self, Need, Reading},
+    input::Input,
+    store::Tokens,
+    text::{self, Documents, Need, Reading},
     tokenizer::Tokenizer,
 };
 use crate::{config::DataArguments, error::Result, machine::available_bytes};
@@ -16,17 +17,21 @@ pub struct Corpus {
     /// The vocabulary.
     pub tokenizer: Tokenizer,
     /// All tokens before those of `validation`.
-    pub train: Arc<[u32]>,
-    /// The last tokens: `validation_fraction` of all, rounded down.
-    pub validation: Arc<[u32]>,
+    pub train: Tokens,
+    /// The last tokens: `validation_fraction` of all, rounded down; or all those of
+    /// `validation_path`.
+    pub validation: Tokens,
     /// Where the text came from, for people.
     pub description: String,
 }
 
+/// The most tokens of a stream in files that are read to count pairs of them.
+const MOST_COUNTED: usize = 16 << 20;
+
 impl Corpus {
-    /// Reads and tokenizes the text that `arguments` name, or the sources of the crates where they
-    /// name none. Documents follow each other in the order of their paths, each with the token that
-    /// ends a document behind it.
+    /// Reads and tokenizes the text that `data.path` names, or the sources of the crates where it
+    /// names none. Documents follow each other in the order of their paths, each with the token
+    /// that ends a document behind it.
     ///
     /// # Errors
     ///
@@ -34,34 +39,28 @@ impl Corpus {
     /// that cannot be used.
     pub fn load(arguments: &DataArguments, crates: &CrateSources) -> Result<Self> {
         let tokenizer = Tokenizer::load(&arguments.tokenizer)?;
-        let kind = tokenizer.text_kind();
-        let need = Need {
-            per_byte: tokenizer.bytes_per_byte(),
-            per_line: 0,
-        };
-        let (found, source) = match &arguments.path {
-            Some(path) => {
-                let reading = Reading {
-                    kind,
-                    skips: arguments.skip_binary,
-                };
-                let room = (need, available_bytes());
-                let found = text::read(&path.0, arguments.max_bytes, reading, room)?;
-                (found, path.0.display().to_string())
-            }
-            None => (
-                crates.read(arguments.max_bytes, kind)?,
-                "the sources of the crates in Cargo.lock".into(),
-            ),
-        };
-        let documents = &found.documents;
-        let bytes: usize = documents.iter().map(|document| document.text.len()).sum();
-        let description = format!("{source}: {}, {}", found.files(), Bytes::from(bytes));
-        let texts = documents.iter().map(|document| Ok(&document.text));
-        Self::of(tokenizer, texts, arguments.validation_fraction, description)
+        let input = arguments.path.as_ref().map(Input::data);
+        let (texts, description) = read(input, arguments, crates, &tokenizer)?;
+        Self::of_documents(
+            tokenizer,
+            &texts,
+            arguments.validation_fraction,
+            description,
+        )
     }
 
     /// Tokenizes documents, each with the token that ends a document behind it.
+    pub(super) fn of_documents(
+        tokenizer: Tokenizer,
+        texts: &Documents,
+        validation_fraction: f64,
+        description: String,
+    ) -> Result<Self> {
+        let texts = texts.documents.iter().map(|document| Ok(&document.text));
+        Self::of(tokenizer, texts, validation_fraction, description)
+    }
+
+    /// Tokenizes texts, each with the token that ends a document behind it.
     pub(super) fn of(
         tokenizer: Tokenizer,
         texts: impl Iterator<Item = Result<impl AsRef<[u8]>>>,
@@ -73,14 +72,86 @@ impl Corpus {
             tokens.extend(tokenizer.encode(text?.as_ref())?);
             tokens.extend(tokenizer.end_of_document());
         }
-        let held_out = (tokens.len() as f64 * validation_fraction) as usize;
-        let (train, validation) = tokens.split_at(tokens.len() - held_out);
         tracing::info!(tokens = tokens.len(), description, "read the data");
-        Ok(Self {
+        let tokens = Tokens::from(tokens);
+        Ok(Self::split(
             tokenizer,
-            train: train.into(),
-            validation: validation.into(),
+            &tokens,
+            validation_fraction,
             description,
-        })
+        ))
     }
+
+    /// Splits off the last tokens.
+    pub(super) fn split(
+        tokenizer: Tokenizer,
+        tokens: &Tokens,
+        validation_fraction: f64,
+        description: String,
+    ) -> Self {
+        let held_out = (tokens.len() as f64 * validation_fraction) as usize;
+        let [train, validation] = tokens.split_at(tokens.len() - held_out);
+        Self {
+            tokenizer,
+            train,
+            validation,
+            description,
+        }
+    }
+
+    /// The loss that counting pairs of tokens reaches ([`bigram_loss`]); none for streams in files
+    /// that have too many tokens to count.
+    ///
+    /// # Errors
+    ///
+    /// When tokens cannot be read.
+    pub fn bigram_loss(&self) -> Result<Option<f64>> {
+        let parts = [&self.train, &self.validation];
+        if parts
+            .iter()
+            .any(|part| part.held_bytes() == 0 && part.len() > MOST_COUNTED)
+        {
+            return Ok(None);
+        }
+        let [train, validation] = parts.map(|part| part.read(0..part.len()));
+        let vocab = self.tokenizer.vocab_size();
+        Ok(bigram_loss(&train?, &validation?, vocab))
+    }
+}
+
+/// Reads the text that an input names, or that of the crates' sources, with a description of it.
+pub(super) fn read(
+    input: Option<Input<'_>>,
+    arguments: &DataArguments,
+    crates: &CrateSources,
+    tokenizer: &Tokenizer,
+) -> Result<(Documents, String)> {
+    let kind = tokenizer.text_kind();
+    let (found, source) = match input {
+        Some(input) => {
+            let reading = Reading {
+                kind,
+                skips: arguments.skip_binary,
+            };
+            let need = Need {
+                per_byte: tokenizer.bytes_per_byte(),
+                per_line: 0,
+            };
+            let room = (need, available_bytes());
+            // Validation takes all that is there.
+            let most = arguments.max_bytes.filter(|_| !input.validates());
+            (text::read(input, most, reading, room)?, input.describe())
+        }
+        None => (
+            crates.read(arguments.max_bytes, kind)?,
+            "the sources of the crates in Cargo.lock".into(),
+        ),
+    };
+    let bytes: usize = found
+        .documents
+        .iter()
+        .map(|document| document.text.len())
+        .sum();
+    let description = format!("{source}: {}, {}", found.files(), Bytes::from(bytes));
+    Ok((found, description))
 }

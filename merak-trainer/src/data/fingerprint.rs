@@ -11,8 +11,11 @@ use merak_ckpt::Checksum;
 use serde::{Deserialize, Serialize};
 
 use super::{
+    chat,
     crates::CrateSources,
+    input::Input,
     source::count,
+    tensor_files,
     text::{Candidate, cannot_read, files_of},
     tokenizer::Tokenizer,
 };
@@ -64,10 +67,7 @@ impl DataFingerprint {
         tokenizer: Option<&Tokenizer>,
         samples: usize,
     ) -> Result<Self> {
-        let files = match &arguments.path {
-            Some(path) => named(&path.0, arguments)?,
-            None => crates.named(arguments.max_bytes)?,
-        };
+        let files = all_named(arguments, crates)?;
         let most = arguments.max_bytes.map_or(u64::MAX, |bytes| bytes as u64);
         Ok(Self {
             samples: samples as u64,
@@ -160,11 +160,57 @@ impl fmt::Display for DataFingerprint {
     }
 }
 
+/// All files of the data by name: one path alone gives the names below it, several their number
+/// too, a mixture also the weights, since samples follow from them.
+fn all_named(arguments: &DataArguments, crates: &CrateSources) -> Result<Vec<(String, Candidate)>> {
+    let mut files = Vec::new();
+    let mut add = |prefix: &str, input: Input<'_>| -> Result<()> {
+        for (number, path) in input.iter().enumerate() {
+            let below = named(input.key, path, arguments)?;
+            let prefix = match number {
+                0 => prefix.to_owned(),
+                number => format!("{prefix}{number}:"),
+            };
+            files.extend(
+                below
+                    .into_iter()
+                    .map(|(name, file)| (format!("{prefix}{name}"), file)),
+            );
+        }
+        Ok(())
+    };
+    match (&arguments.mixture, &arguments.path) {
+        (Some(mixture), _) => {
+            for (number, part) in mixture.parts().iter().enumerate() {
+                let prefix = format!("part {number} of weight {}:", part.weight);
+                add(&prefix, Input::mixture(&part.path))?;
+            }
+        }
+        (None, Some(path)) => add("", Input::data(path))?,
+        (None, None) => {}
+    }
+    if let Some(path) = &arguments.validation_path {
+        add("validation:", Input::validation(path))?;
+    }
+    if let Some(path) = chat::template_file(arguments) {
+        let bytes = fs::metadata(&path).map_or(0, |metadata| metadata.len());
+        let name = "chat_template.jinja".to_owned();
+        files.push((name, Candidate { path, bytes }));
+    }
+    if arguments.mixture.is_none() && arguments.path.is_none() {
+        files.splice(0..0, crates.named(arguments.max_bytes)?);
+    }
+    Ok(files)
+}
+
 /// The files of a data path by their names below it.
-fn named(path: &Path, arguments: &DataArguments) -> Result<Vec<(String, Candidate)>> {
-    let is_tensor_file = |path: &Path| path.extension().is_some_and(|end| end == "safetensors");
-    let takes = |path: &Path| arguments.format != DataFormat::Tensors || is_tensor_file(path);
-    let files = files_of(path, &takes)?;
+fn named(
+    key: &'static str,
+    path: &Path,
+    arguments: &DataArguments,
+) -> Result<Vec<(String, Candidate)>> {
+    let takes = |path: &Path| arguments.format != DataFormat::Tensors || tensor_files::is_one(path);
+    let files = files_of(key, path, &takes)?;
     let root = if path.is_dir() {
         path
     } else {
@@ -235,11 +281,10 @@ fn contents(files: &[Candidate], bytes: u64) -> Result<Checksum> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::InputPath;
 
     fn print(folder: &Path, path: &str, format: DataFormat) -> DataFingerprint {
         let arguments = DataArguments {
-            path: Some(InputPath(folder.join(path))),
+            path: Some(folder.join(path).into()),
             format,
             ..DataArguments::default()
         };

@@ -47,12 +47,12 @@ impl Dataset for Joined {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::TokenDataset;
+    use crate::data::{TokenDataset, Tokens};
 
     #[test]
     fn samples_follow_each_other() {
         let part = |range: std::ops::Range<u32>| {
-            let tokens: Arc<[u32]> = range.collect();
+            let tokens: Tokens = range.collect();
             Arc::new(TokenDataset::new(tokens, 2, "training").unwrap()) as Arc<dyn Dataset>
         };
         let (first, second) = (part(0..9), part(50..55));

@@ -1,10 +1,9 @@
 //! Masked language modelling over a stream of tokens.
 
-use std::sync::Arc;
-
 use super::{
     dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
     rng::{below, hash, unit},
+    store::Tokens,
 };
 use crate::error::{DataError, Error, Result};
 
@@ -55,7 +54,7 @@ pub struct Masking {
 /// ```
 #[derive(Debug, Clone)]
 pub struct MaskedDataset {
-    tokens: Arc<[u32]>,
+    tokens: Tokens,
     seq_length: usize,
     masking: Masking,
     seed: u64,
@@ -69,7 +68,7 @@ impl MaskedDataset {
     ///
     /// [`DataError::TooFewTokens`] when they do not make one sample.
     pub fn new(
-        tokens: Arc<[u32]>,
+        tokens: Tokens,
         seq_length: usize,
         masking: Masking,
         seed: u64,
@@ -119,7 +118,7 @@ impl Dataset for MaskedDataset {
 
     fn get_in_epoch(&self, index: usize, epoch: u64) -> Result<Sample> {
         let start = index * self.seq_length;
-        let window = &self.tokens[start..start + self.seq_length];
+        let window = self.tokens.read(start..start + self.seq_length)?;
         let key = hash(&[STREAM, self.seed, epoch, index as u64]);
         let hidden = window.iter().enumerate().map(|(position, &token)| {
             let drawn = [0, 1, 2].map(|draw| hash(&[key, position as u64, draw]));
@@ -162,7 +161,9 @@ mod tests {
             let sample = data.get(index).unwrap();
             let (ids, labels) = (sample["input_ids"].ints(), sample["labels"].ints());
             for (position, (&id, &label)) in ids.iter().zip(labels).enumerate() {
-                let token = i64::from(data.tokens[index * 200 + position]);
+                let token = i64::from(
+                    data.tokens.read(0..data.tokens.len()).unwrap()[index * 200 + position],
+                );
                 if label == IGNORED_LABEL {
                     assert_eq!(id, token);
                     continue;

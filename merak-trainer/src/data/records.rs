@@ -9,6 +9,7 @@ use std::{
 use serde_json::{Map, Value};
 
 use super::{
+    input::Input,
     plain::TextKind,
     text::{self, Document, Need, Reading},
 };
@@ -35,7 +36,7 @@ pub(crate) struct Record {
     fields: Map<String, Value>,
 }
 
-/// Reads the records of a file, or of the files of a folder in the order of their paths, if memory
+/// Reads the records of files, and of the files of folders in the order of their paths, if memory
 /// has room for what they need, and says how many files there were. With `skips`, files that are
 /// not text are passed over.
 ///
@@ -44,21 +45,21 @@ pub(crate) struct Record {
 /// An unreadable path, one without text, a file that is not UTF-8, a line that is not a record, or
 /// more records than memory has room for.
 pub(crate) fn read(
-    path: &Path,
+    input: Input<'_>,
     format: DataFormat,
     skips: bool,
     room: (Need, u64),
 ) -> Result<(Records, String)> {
-    let none = || {
+    let none = |path: &Path| {
         Error::Data(DataError::NoRecords {
             path: path.to_path_buf(),
             format: format.as_str(),
         })
     };
     let kind = TextKind::Records;
-    let found = text::read(path, None, Reading { kind, skips }, room);
+    let found = text::read(input, None, Reading { kind, skips }, room);
     let found = found.map_err(|error| match error {
-        Error::Data(DataError::NoText { skipped: 0, .. }) => none(),
+        Error::Data(DataError::NoText { path, skipped: 0 }) => none(&path),
         error => error,
     })?;
     let files = found.files();
@@ -74,7 +75,7 @@ pub(crate) fn read(
     }
     records.len = len;
     if len == 0 {
-        return Err(none());
+        return Err(none(input.paths.first()));
     }
     Ok((records, files))
 }
@@ -160,6 +161,11 @@ fn wrong(path: &Path, line: u64, reason: String) -> Error {
 }
 
 impl Record {
+    /// A field, if it is there.
+    pub(crate) fn field(&self, name: &str) -> Option<&Value> {
+        self.fields.get(name)
+    }
+
     /// Whether it has a field.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.fields.contains_key(name)
@@ -213,7 +219,7 @@ impl Record {
         })
     }
 
-    fn missing(&self, name: &str, needs: &str) -> Error {
+    pub(crate) fn missing(&self, name: &str, needs: &str) -> Error {
         let found: Vec<_> = self
             .fields
             .keys()
@@ -229,7 +235,7 @@ impl Record {
         ))
     }
 
-    fn wrong(&self, reason: String) -> Error {
+    pub(crate) fn wrong(&self, reason: String) -> Error {
         wrong(&self.path, self.line, reason)
     }
 }
@@ -247,7 +253,7 @@ mod tests {
             per_byte: 1,
             per_line: 0,
         };
-        let read = read(&path, format, false, (need, u64::MAX));
+        let read = read(Input::data(&path.into()), format, false, (need, u64::MAX));
         let read = read.and_then(|(records, _)| records.iter().collect());
         read.map_err(|error| error.to_string().replace(&place, ""))
     }
@@ -270,7 +276,13 @@ mod tests {
         };
         let all = 9 * (5 + 4 * 999 + 1) + 100 * 1001;
         for (available, is_refused) in [(all - 1, true), (all, false)] {
-            let error = read(&path, DataFormat::Csv, false, (need, available)).unwrap_err();
+            let error = read(
+                Input::data(&path.clone().into()),
+                DataFormat::Csv,
+                false,
+                (need, available),
+            )
+            .unwrap_err();
             let refused = matches!(error, Error::Data(DataError::DataTooLarge { needed, .. }) if needed == all);
             assert_eq!(refused, is_refused, "{error}");
             assert!(error.is_user_error());

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use merak_trace::models::Objective;
 
 use super::{
+    chat::{AnsweredTokens, ChatDataset, ChatMaker, ChatTemplate},
     classes::{ClassDataset, LabelledText},
     dataset::{Dataset, LABELS},
     inputs::ModelInputs,
@@ -12,6 +13,7 @@ use super::{
     records::Records,
     source::DataTokens,
     spans::{Corruption, SpanDataset, SpanTokens},
+    store::Tokens,
     tokenizer::Tokenizer,
     tokens::TokenDataset,
     translation::{PairDataset, PairShape},
@@ -37,6 +39,9 @@ pub(super) const TEXT_BYTES: usize = size_of::<LabelledText>() + 2 * ALLOCATION_
 
 /// Memory of a pair of sequences beside their tokens.
 pub(super) const PAIR_BYTES: usize = size_of::<[Vec<u32>; 2]>() + 2 * ALLOCATION_BYTES;
+
+/// Memory of a chat beside its tokens.
+const CHAT_BYTES: usize = size_of::<AnsweredTokens>() + 2 * ALLOCATION_BYTES;
 
 /// Bytes of the memory in which tokens lie.
 fn token_bytes(tokens: &Vec<u32>) -> usize {
@@ -100,7 +105,7 @@ impl Maker<'_> {
     /// Samples of a stream of tokens.
     pub(super) fn stream(
         &self,
-        tokens: Arc<[u32]>,
+        tokens: Tokens,
         part: &'static str,
         tokenizer: &Tokenizer,
     ) -> Result<Arc<dyn Dataset>> {
@@ -144,6 +149,50 @@ impl Maker<'_> {
         } else {
             self.pairs(records, tokenizer)
         }
+    }
+
+    /// Samples of chats, and the bytes of memory that they take.
+    pub(super) fn chats(
+        &self,
+        records: &Records,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate>,
+    ) -> Result<(Arc<dyn Dataset>, usize)> {
+        let maker = ChatMaker {
+            tokenizer,
+            template,
+            end: self.end(tokenizer).ok(),
+        };
+        let seq = self.model.lengths.input;
+        let mut chats = Vec::with_capacity(records.len());
+        let mut inputs = Vec::with_capacity(records.len());
+        for record in records.iter() {
+            let mut chat = maker.tokens(&record?)?;
+            // The last token is a target alone.
+            inputs.push(chat.ids.len().saturating_sub(1));
+            chat.ids.truncate(seq + 1);
+            chat.ids.shrink_to_fit();
+            chat.is_answer.truncate(seq + 1);
+            chat.is_answer.shrink_to_fit();
+            chats.push(chat);
+        }
+        Cuts::of(inputs.into_iter(), seq).tell("chats");
+        let has_answer = |chat: &&AnsweredTokens| chat.is_answer.iter().skip(1).any(|&is| is);
+        let without = chats.len() - chats.iter().filter(has_answer).count();
+        if without > 0 {
+            let (of, seq_length) = (chats.len(), seq);
+            tracing::warn!(
+                without,
+                of,
+                seq_length,
+                "chats have no answer within seq_length"
+            );
+        }
+        let bytes =
+            |chat: &AnsweredTokens| CHAT_BYTES + token_bytes(&chat.ids) + chat.is_answer.capacity();
+        let held = chats.iter().map(bytes).sum();
+        let data = ChatDataset::new(chats, seq, self.tokens.pad);
+        Ok((Arc::new(data), held))
     }
 
     fn classes(

@@ -1,25 +1,24 @@
 //! From the data that a configuration names to the samples of its model.
 
-use std::{collections::BTreeMap, path::Path, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
 use merak_trace::models::{Model, Objective};
 
 use super::{
+    chat,
+    content::Content,
     corpus::Corpus,
     crates::CrateSources,
-    dataset::{Dataset, Subset},
-    inputs::{ATTENTION_MASK, ModelInputs},
-    records::{self, Records},
-    samples::{Maker, PAIR_BYTES, TEXT_BYTES, corruption},
-    tensor_files::TensorFiles,
-    tensors::TensorDataset,
-    text::Need,
+    dataset::Dataset,
+    input::Input,
+    inputs::ModelInputs,
+    mixture::{Joined, MixtureDataset},
+    samples::{Maker, corruption},
     tokenizer::Tokenizer,
 };
 use crate::{
     config::{CheckedArguments, DataArguments, DataFormat, SeqLength, TokenizerSource},
-    error::{ConfigError, DataError, Error, Result},
-    machine::available_bytes,
+    error::{DataError, Error, Result},
 };
 
 /// What a model's configuration says about data besides its sizes.
@@ -38,11 +37,11 @@ pub struct DataTokens {
 /// | format | next token | masked token | text class | sequence to sequence | image class |
 /// |---|---|---|---|---|---|
 /// | `text` | a stream | a stream | | span corruption of a stream | |
-/// | records | `text` | `text` | `text`, `label` | `source`, `target`; or `text` | |
+/// | records | `text`; chats | `text` | `text`, `label` | `source`, `target`; or `text` | |
 /// | `tensors` | yes | yes | yes | yes | yes |
 ///
 /// The format is `data.format`; records are `jsonl`, `csv` and `tsv`. Records for text classes may
-/// have `text_pair`.
+/// have `text_pair`; chats are `messages`, or `prompt` and `completion`.
 ///
 /// Each `text` of records is a document of a stream, except where texts have classes.
 #[derive(Debug)]
@@ -51,14 +50,10 @@ pub struct Source {
     pub tokenizer: Option<Tokenizer>,
     /// Where the data came from, for people.
     pub description: String,
-    content: Content,
-}
-
-#[derive(Debug)]
-enum Content {
-    Stream(Corpus),
-    Records(Records, Tokenizer),
-    Tensors(TensorFiles),
+    /// The parts to train on, with their weights.
+    parts: Vec<(Content, f64)>,
+    /// What `data.validation_path` names, all of which is for validation.
+    validation: Option<Content>,
 }
 
 /// The two parts of the data.
@@ -73,6 +68,15 @@ pub struct Datasets {
     pub held_bytes: usize,
 }
 
+/// What data are read for.
+pub(super) struct Reader<'a> {
+    pub(super) arguments: &'a DataArguments,
+    pub(super) objective: Objective,
+    pub(super) crates: &'a CrateSources,
+    /// The tokenizer; none where there is no text and no tokenizer file.
+    pub(super) tokenizer: Option<Tokenizer>,
+}
+
 impl Source {
     /// Reads the data that `arguments` name, for the objective of `model`.
     ///
@@ -85,88 +89,63 @@ impl Source {
         model: &dyn Model,
         crates: &CrateSources,
     ) -> Result<Self> {
-        let format = arguments.format;
-        check_kind(format, model)?;
-        let source = match (&arguments.path, format) {
-            (_, DataFormat::Text) => Self::of_stream(Corpus::load(arguments, crates)?),
-            (None, _) => {
-                return Err(Error::Config(ConfigError::MissingKey {
-                    key: "data.path",
-                    advice: format!("\"data.format\" {format} needs a file or folder"),
-                }));
+        check_kind(arguments.format, model)?;
+        let reader = Reader {
+            arguments,
+            objective: model.objective(),
+            crates,
+            tokenizer: tokenizer_of(arguments)?,
+        };
+        check_vocabulary(reader.tokenizer.as_ref(), model)?;
+        let fraction = match arguments.validation_path {
+            Some(_) => 0.0,
+            None => arguments.validation_fraction,
+        };
+        let mut parts = Vec::new();
+        match &arguments.mixture {
+            Some(mixture) => {
+                for part in mixture.parts() {
+                    let content = reader.read(Some(Input::mixture(&part.path)), fraction)?;
+                    parts.push((content, part.weight));
+                }
             }
-            (Some(path), DataFormat::Tensors) => Self::of_tensors(&path.0, &arguments.tokenizer)?,
-            (Some(path), _) => Self::of_records(&path.0, arguments, model.objective())?,
-        };
-        source.check_vocabulary(model)?;
-        Ok(source)
-    }
-
-    fn of_stream(corpus: Corpus) -> Self {
-        Self {
-            tokenizer: Some(corpus.tokenizer.clone()),
-            description: corpus.description.clone(),
-            content: Content::Stream(corpus),
+            None => {
+                let input = arguments.path.as_ref().map(Input::data);
+                parts.push((reader.read(input, fraction)?, 1.0));
+            }
         }
-    }
-
-    fn of_tensors(path: &Path, tokenizer: &TokenizerSource) -> Result<Self> {
-        let files = TensorFiles::open(path)?;
-        let tokenizer = match tokenizer {
-            TokenizerSource::Bytes => None,
-            file @ TokenizerSource::File(_) => Some(Tokenizer::load(file)?),
-        };
-        let names: Vec<_> = files.names().collect();
-        let (path, count) = (path.display(), count(files.num_files(), "file"));
+        let validation = arguments.validation_path.as_ref().map(Input::validation);
+        let validation = validation.map(|input| reader.read(Some(input), 1.0));
+        let validation = validation.transpose()?;
+        let described = parts.iter().map(|(content, _)| content.description());
+        let mut description = described.collect::<Vec<_>>().join("; ");
+        if let Some(validation) = &validation {
+            description = format!(
+                "{description}; to validate on: {}",
+                validation.description()
+            );
+        }
         Ok(Self {
-            tokenizer,
-            description: format!("{path}: {count}, {}", names.join(", ")),
-            content: Content::Tensors(files),
+            tokenizer: reader.tokenizer,
+            description,
+            parts,
+            validation,
         })
     }
 
-    fn of_records(path: &Path, arguments: &DataArguments, objective: Objective) -> Result<Self> {
-        let tokenizer = Tokenizer::load(&arguments.tokenizer)?;
-        let room = (record_need(&tokenizer, objective), available_bytes());
-        let (records, files) = records::read(path, arguments.format, arguments.skip_binary, room)?;
-        let described = count(records.len(), "record");
-        let description = format!("{}: {files}, {described}", path.display());
-        let is_stream = match objective {
-            Objective::SequenceToSequence => {
-                let first = records.iter().next().transpose()?;
-                first.is_some_and(|first| !first.has("source") && first.has("text"))
-            }
-            Objective::SequenceClassification => false,
-            _ => true,
-        };
-        if !is_stream {
-            return Ok(Self {
-                tokenizer: Some(tokenizer.clone()),
-                description,
-                content: Content::Records(records, tokenizer),
-            });
-        }
-        let texts = records.iter().map(|record| {
-            let record = record?;
-            record.text("text", "need \"text\"").map(str::to_owned)
-        });
-        let fraction = arguments.validation_fraction;
-        let corpus = Corpus::of(tokenizer, texts, fraction, description)?;
-        Ok(Self::of_stream(corpus))
+    /// The file with the chat template that `arguments` name, by its name in a model's folder, and
+    /// its content.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be read.
+    pub fn chat_template(arguments: &DataArguments) -> Result<Option<(String, Vec<u8>)>> {
+        chat::given_template(arguments)
     }
 
-    fn check_vocabulary(&self, model: &dyn Model) -> Result<()> {
-        let vocab = model.info().vocab_size;
-        match &self.tokenizer {
-            Some(tokenizer) if tokenizer.vocab_size() > vocab => {
-                Err(Error::Data(DataError::Vocabulary {
-                    tokenizer: tokenizer.name(),
-                    tokens: tokenizer.vocab_size(),
-                    vocab,
-                }))
-            }
-            _ => Ok(()),
-        }
+    /// The content of the first part, whose kind the others share.
+    fn first(&self) -> &Content {
+        &self.parts[0].0
     }
 
     /// Whether padding stands before tokens. A model of the next token must be told of it; to
@@ -176,10 +155,13 @@ impl Source {
     ///
     /// When a file cannot be read.
     pub fn pads_before_tokens(&self) -> Result<bool> {
-        match &self.content {
-            Content::Tensors(files) => files.hides_first(ATTENTION_MASK),
-            _ => Ok(false),
+        let parts = self.parts.iter().map(|(content, _)| content);
+        for content in parts.chain(&self.validation) {
+            if content.pads_before_tokens()? {
+                return Ok(true);
+            }
         }
+        Ok(false)
     }
 
     /// The lengths of sequences: those of the arguments, else of tensors, else of the model.
@@ -199,24 +181,21 @@ impl Source {
                 family: model.info().family,
             }));
         }
-        let stored = |name: &str| match &self.content {
-            Content::Tensors(files) => files.shape(name)?.first().copied(),
-            _ => None,
-        };
+        let content = self.first();
         let input = given
             .map(|given| given.input)
-            .or_else(|| stored("input_ids"))
+            .or_else(|| content.stored_length("input_ids"))
             .unwrap_or(model.info().max_seq);
         let mut lengths = SeqLength::from(input);
         if has_two {
-            lengths.target = match (given.and_then(|given| given.target), &self.content) {
-                (Some(target), _) => Some(target),
-                (None, Content::Stream(_)) => {
+            lengths.target = match given.and_then(|given| given.target) {
+                Some(target) => Some(target),
+                None if content.is_stream() => {
                     let counts = corruption(&args.data).longest(input);
                     let counts = counts.ok_or(Error::Data(DataError::ShortSpans { input }))?;
                     Some(counts.target())
                 }
-                (None, _) => stored("labels").or(Some(input)),
+                None => content.stored_length("labels").or(Some(input)),
             };
         }
         Ok(lengths)
@@ -240,42 +219,61 @@ impl Source {
             args,
             tokens,
         };
-        let fraction = args.data.validation_fraction;
         let wants_validation = !trains || args.do_eval;
-        let (whole, held_bytes): (Arc<dyn Dataset>, _) = match self.content {
-            Content::Stream(corpus) => {
-                let make = |tokens: &Arc<[u32]>, part| {
-                    maker.stream(Arc::clone(tokens), part, &corpus.tokenizer)
-                };
-                let train = trains
-                    .then(|| make(&corpus.train, "training"))
-                    .transpose()?;
-                let validates = wants_validation || !corpus.validation.is_empty();
-                let validation = validates
-                    .then(|| make(&corpus.validation, "validation"))
-                    .transpose()?;
-                let held = size_of_val(&*corpus.train) + size_of_val(&*corpus.validation);
-                let datasets = Datasets {
-                    train,
-                    validation,
-                    held_bytes: held,
-                };
-                return Ok((datasets, Some(corpus)));
+        let has_own = self.validation.is_some();
+        let is_mixture = args.data.mixture.is_some();
+        let (mut train, mut validation, mut held_bytes) = (Vec::new(), Vec::new(), 0);
+        let mut corpus = None;
+        for (content, weight) in self.parts {
+            let wants = [trains, wants_validation && !has_own];
+            let (part, stream) = content.datasets(&maker, wants)?;
+            train.extend(part.train.map(|data| (data, weight)));
+            validation.extend(part.validation.filter(|_| !has_own));
+            held_bytes += part.held_bytes;
+            corpus = stream.filter(|_| !is_mixture);
+        }
+        if let Some(content) = self.validation {
+            let (part, stream) = content.datasets(&maker, [false, true])?;
+            validation.extend(part.validation);
+            held_bytes += part.held_bytes;
+            if let (Some(corpus), Some(stream)) = (&mut corpus, stream) {
+                corpus.validation = stream.validation;
             }
-            Content::Records(records, tokenizer) => maker.records(&records, &tokenizer)?,
-            Content::Tensors(files) => {
-                let data = TensorDataset::new(files, model, tokens.decoder_start, tokens.pad)?;
-                (Arc::new(data), 0)
-            }
+        }
+        let train: Option<Arc<dyn Dataset>> = if is_mixture && trains {
+            Some(Arc::new(MixtureDataset::new(train, args.data_seed())?))
+        } else {
+            train.into_iter().next().map(|(data, _)| data)
         };
-        let [train, validation] = Subset::split(&whole, fraction);
-        let validates = wants_validation || !validation.is_empty();
         let datasets = Datasets {
-            train: trains.then(|| Arc::new(train) as Arc<dyn Dataset>),
-            validation: validates.then(|| Arc::new(validation) as Arc<dyn Dataset>),
+            train,
+            validation: (!validation.is_empty()).then(|| Joined::of(validation)),
             held_bytes,
         };
-        Ok((datasets, None))
+        Ok((datasets, corpus))
+    }
+}
+
+/// The tokenizer of the data; none where there is no text and no tokenizer file.
+fn tokenizer_of(arguments: &DataArguments) -> Result<Option<Tokenizer>> {
+    let has_text = arguments.format != DataFormat::Tensors;
+    match &arguments.tokenizer {
+        TokenizerSource::Bytes if !has_text => Ok(None),
+        source => Tokenizer::load(source).map(Some),
+    }
+}
+
+fn check_vocabulary(tokenizer: Option<&Tokenizer>, model: &dyn Model) -> Result<()> {
+    let vocab = model.info().vocab_size;
+    match tokenizer {
+        Some(tokenizer) if tokenizer.vocab_size() > vocab => {
+            Err(Error::Data(DataError::Vocabulary {
+                tokenizer: tokenizer.name(),
+                tokens: tokenizer.vocab_size(),
+                vocab,
+            }))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -298,21 +296,6 @@ fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
         format: format.as_str(),
         expected,
     }))
-}
-
-/// The memory of records: their text, and what is made of it meanwhile, a stream or samples.
-fn record_need(tokenizer: &Tokenizer, objective: Objective) -> Need {
-    let per_line = match objective {
-        Objective::SequenceClassification => TEXT_BYTES,
-        // With the lengths of both sequences before they are cut.
-        Objective::SequenceToSequence => PAIR_BYTES + 2 * size_of::<usize>(),
-        // The token behind a text, which takes less than the text's own line end.
-        _ => 0,
-    };
-    Need {
-        per_byte: tokenizer.bytes_per_byte(),
-        per_line: per_line as u64,
-    }
 }
 
 pub(super) fn count(number: usize, what: &str) -> String {

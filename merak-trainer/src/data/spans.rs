@@ -1,10 +1,9 @@
 //! Span corruption over a stream of tokens.
 
-use std::sync::Arc;
-
 use super::{
     dataset::{Dataset, Sample},
     rng::{below, hash},
+    store::Tokens,
     translation::PairShape,
 };
 use crate::error::{DataError, Error, Result};
@@ -88,7 +87,7 @@ impl Corruption {
 /// Those of [`PairShape::sample`].
 #[derive(Debug, Clone)]
 pub struct SpanDataset {
-    tokens: Arc<[u32]>,
+    tokens: Tokens,
     counts: SpanCounts,
     shape: PairShape,
     special: SpanTokens,
@@ -112,7 +111,7 @@ impl SpanDataset {
     ///
     /// [`DataError::TooFewTokens`] when they do not make one sample.
     pub fn new(
-        tokens: Arc<[u32]>,
+        tokens: Tokens,
         counts: SpanCounts,
         shape: PairShape,
         special: SpanTokens,
@@ -147,7 +146,9 @@ impl Dataset for SpanDataset {
 
     fn get_in_epoch(&self, index: usize, epoch: u64) -> Result<Sample> {
         let counts = &self.counts;
-        let mut rest = &self.tokens[index * counts.tokens..][..counts.tokens];
+        let start = index * counts.tokens;
+        let window = self.tokens.read(start..start + counts.tokens)?;
+        let mut rest = &*window;
         let key = hash(&[STREAM, self.seed, epoch, index as u64]);
         let kept = parts(counts.tokens - counts.noise, counts.spans, hash(&[key, 0]));
         let left_out = parts(counts.noise, counts.spans, hash(&[key, 1]));

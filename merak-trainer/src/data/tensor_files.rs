@@ -10,7 +10,11 @@ use std::{
 use half::{bf16, f16};
 use merak_ckpt::{DType, StoredTensor, stored_tensors};
 
-use super::{dataset::SampleTensor, text};
+use super::{
+    dataset::SampleTensor,
+    input::Input,
+    text::{self, Candidate},
+};
 use crate::error::{DataError, Error, Result};
 
 /// Named tensors `[N, ..]` in one or several files, each with a part of the N samples.
@@ -28,6 +32,11 @@ struct Part {
     tensors: BTreeMap<String, StoredTensor>,
 }
 
+/// Whether a folder's file holds tensors, by its name.
+pub(super) fn is_one(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end == "safetensors")
+}
+
 impl TensorFiles {
     /// Opens a safetensors file, or those of a folder in the order of their names. Headers are
     /// read, elements are not.
@@ -37,20 +46,29 @@ impl TensorFiles {
     /// A file that is not in this format, or whose tensors do not agree in the number of samples,
     /// in names, types or sizes.
     pub fn open(path: &Path) -> Result<Self> {
-        let files = if path.is_dir() {
-            let is_one = |path: &Path| path.extension().is_some_and(|end| end == "safetensors");
-            let files = text::list(path, &is_one)?.into_iter();
-            files.map(|file| file.path).collect()
-        } else {
-            vec![path.to_path_buf()]
-        };
-        let parts: Vec<_> = files
-            .iter()
-            .map(|path| Part::open(path))
-            .collect::<Result<_>>()?;
-        let Some(first) = parts.first() else {
-            return Err(unusable(path, "the folder has no .safetensors file"));
-        };
+        Self::open_all(Input::data(&path.to_path_buf().into()))
+    }
+
+    /// [`TensorFiles::open`] for several paths, which follow each other.
+    pub(super) fn open_all(input: Input<'_>) -> Result<Self> {
+        let mut parts = Vec::new();
+        for path in input.iter() {
+            let files = if path.is_dir() {
+                text::list(path, &is_one)?
+            } else {
+                vec![Candidate {
+                    path: path.to_path_buf(),
+                    bytes: 0,
+                }]
+            };
+            if files.is_empty() {
+                return Err(unusable(path, "the folder has no .safetensors file"));
+            }
+            for file in files {
+                parts.push(Part::open(input.key, &file.path)?);
+            }
+        }
+        let first = &parts[0];
         for other in &parts[1..] {
             first.check_like(other)?;
         }
@@ -130,9 +148,9 @@ impl TensorFiles {
 }
 
 impl Part {
-    fn open(path: &Path) -> Result<Self> {
+    fn open(key: &'static str, path: &Path) -> Result<Self> {
         let (file, _) = merak_ckpt::open_regular(path).map_err(|source| Error::ReadInput {
-            key: "data.path",
+            key,
             path: path.to_path_buf(),
             source,
         })?;

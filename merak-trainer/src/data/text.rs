@@ -7,6 +7,7 @@ use std::{
 };
 
 use super::{
+    input::Input,
     plain::{TextKind, text_of},
     source::count,
 };
@@ -62,7 +63,7 @@ pub(crate) struct Need {
     pub(crate) per_line: u64,
 }
 
-/// Reads a file, or the files of a folder and its subfolders in the order of their paths, up to
+/// Reads files, and the files of folders and their subfolders in the order of their paths, up to
 /// `max_bytes` in all, if the `available` bytes of memory have room for what they need. Hidden
 /// files and folders (`.git`) and empty files are left out, links to folders are not followed.
 ///
@@ -71,13 +72,37 @@ pub(crate) struct Need {
 /// An unreadable path, one without text, a file that is not text and not to be passed over, or more
 /// text than memory has room for.
 pub(crate) fn read(
-    path: &Path,
+    input: Input<'_>,
     max_bytes: Option<usize>,
     reading: Reading,
-    (need, available): (Need, u64),
+    (need, mut available): (Need, u64),
 ) -> Result<Documents> {
-    let files = files_of(path, &|_| true)?;
-    let max_bytes = max_bytes.unwrap_or(usize::MAX);
+    let mut left = max_bytes.unwrap_or(usize::MAX);
+    let mut found = Documents::default();
+    for path in input.iter() {
+        // A path may be cut off by the limit of bytes; the first has at least one byte of it.
+        if left == 0 {
+            break;
+        }
+        let files = files_of(input.key, path, &|_| true)?;
+        let (part, needed) = read_path(path, files, left, reading, (need, available))?;
+        let bytes: usize = part.documents.iter().map(|part| part.text.len()).sum();
+        left = left.saturating_sub(bytes);
+        available = available.saturating_sub(needed);
+        found.documents.extend(part.documents);
+        found.skipped += part.skipped;
+    }
+    Ok(found)
+}
+
+/// Reads the files of one path, and returns the memory that they need at least.
+fn read_path(
+    path: &Path,
+    files: Vec<Candidate>,
+    max_bytes: usize,
+    reading: Reading,
+    (need, available): (Need, u64),
+) -> Result<(Documents, u64)> {
     let (files, binary) = if reading.skips {
         without_binary(files, reading.kind)?
     } else {
@@ -85,11 +110,11 @@ pub(crate) fn read(
     };
     let bytes = files.iter().map(|file| file.bytes);
     let bytes = bytes.fold(0, u64::saturating_add).min(max_bytes as u64);
-    let needed = bytes.saturating_mul(need.per_byte);
+    let mut needed = bytes.saturating_mul(need.per_byte);
     check_room(path, (bytes, needed), available)?;
     if need.per_line > 0 {
         let lines = files.iter().map(lines_of).sum::<Result<u64>>()?;
-        let needed = needed.saturating_add(lines.saturating_mul(need.per_line));
+        needed = needed.saturating_add(lines.saturating_mul(need.per_line));
         check_room(path, (bytes, needed), available)?;
     }
     let mut found = read_up_to(&files, max_bytes, reading)?;
@@ -103,7 +128,7 @@ pub(crate) fn read(
             skipped: found.skipped,
         }));
     }
-    Ok(found)
+    Ok((found, needed))
 }
 
 /// Bytes of a file that are looked at together.
@@ -161,10 +186,15 @@ fn check_room(path: &Path, (found, needed): (u64, u64), available: u64) -> Resul
     }))
 }
 
-/// A file, or the files under a folder that `accept` takes by their path, sorted by path.
-pub(crate) fn files_of(path: &Path, accept: &dyn Fn(&Path) -> bool) -> Result<Vec<Candidate>> {
+/// A file that a key names, or the files under a folder that `accept` takes by their path, sorted
+/// by path.
+pub(crate) fn files_of(
+    key: &'static str,
+    path: &Path,
+    accept: &dyn Fn(&Path) -> bool,
+) -> Result<Vec<Candidate>> {
     let unreadable = |source| Error::ReadInput {
-        key: "data.path",
+        key,
         path: path.to_path_buf(),
         source,
     };
@@ -285,7 +315,14 @@ mod tests {
             per_byte: 2,
             per_line: 100,
         };
-        let read = |available| read(&path, None, ANY, (need, available));
+        let read = |available| {
+            read(
+                Input::data(&path.clone().into()),
+                None,
+                ANY,
+                (need, available),
+            )
+        };
         let all = 2 * 300_000 + 100 * 100_001;
         read(all).unwrap();
         let error = read(all - 1).unwrap_err();
@@ -312,12 +349,18 @@ mod tests {
         file.write_all(b"0123456789").unwrap();
         // Not all file systems have room for such a length.
         if file.set_len(1 << 43).is_ok() {
-            let error = read(&path, None, ANY, (NEED, 1 << 40)).unwrap_err();
+            let error = read(
+                Input::data(&path.clone().into()),
+                None,
+                ANY,
+                (NEED, 1 << 40),
+            )
+            .unwrap_err();
             assert!(
                 matches!(error, Error::Data(DataError::DataTooLarge { .. })),
                 "{error}"
             );
-            let part = read(&path, Some(10), ANY, (NEED, 1 << 40)).unwrap();
+            let part = read(Input::data(&path.into()), Some(10), ANY, (NEED, 1 << 40)).unwrap();
             assert_eq!(part.documents[0].text, b"0123456789");
         }
     }
@@ -329,14 +372,26 @@ mod tests {
         let file = fs::File::create(folder.path().join("b.bin")).unwrap();
         if file.set_len(1 << 43).is_ok() {
             let skips = Reading { skips: true, ..ANY };
-            let found = read(folder.path(), None, skips, (NEED, 1 << 40)).unwrap();
+            let found = read(
+                Input::data(&folder.path().to_path_buf().into()),
+                None,
+                skips,
+                (NEED, 1 << 40),
+            )
+            .unwrap();
             assert_eq!((found.documents.len(), found.skipped), (1, 1));
         }
     }
 
     #[test]
     fn devices_and_pipes_are_no_text() {
-        let error = read(Path::new("/dev/zero"), None, ANY, (NEED, 1 << 40)).unwrap_err();
+        let error = read(
+            Input::data(&PathBuf::from("/dev/zero").into()),
+            None,
+            ANY,
+            (NEED, 1 << 40),
+        )
+        .unwrap_err();
         assert_eq!(
             crate::error::chain(&error),
             "cannot read /dev/zero, which \"data.path\" names: it is no regular file"

@@ -2,6 +2,7 @@
 
 use std::{
     fmt,
+    ops::Range,
     path::{Path, PathBuf},
 };
 
@@ -122,7 +123,7 @@ impl Tokenizer {
     /// Least memory in bytes per byte of text while its tokens are collected.
     pub(super) fn bytes_per_byte(&self) -> u64 {
         match self.0 {
-            // The text, its tokens, and the two parts that they are copied to.
+            // The text, and its tokens in memory that doubles as it grows.
             Kind::Bytes => 1 + 2 * size_of::<u32>() as u64,
             // The length of tokens is not known beforehand.
             Kind::File { .. } => 1,
@@ -258,6 +259,32 @@ impl Tokenizer {
                 let text = as_utf8(path, text)?;
                 let encoding = inner.encode(text, false).map_err(|e| failure(path, &e))?;
                 Ok(encoding.get_ids().to_vec())
+            }
+        }
+    }
+
+    /// The tokens of a text with the bytes that each stands for; with `special`, those that a
+    /// tokenizer file puts around a text too, which stand for none.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Tokenizer::encode`].
+    pub(super) fn encode_pieces(
+        &self,
+        text: &str,
+        special: bool,
+    ) -> Result<Vec<(u32, Range<usize>)>> {
+        match &self.0 {
+            Kind::Bytes => {
+                let bytes = text.bytes().enumerate();
+                Ok(bytes.map(|(at, byte)| (byte.into(), at..at + 1)).collect())
+            }
+            Kind::File { path, inner, .. } => {
+                let encoding = inner.encode(text, special).map_err(|e| failure(path, &e))?;
+                let pieces = encoding.get_ids().iter().zip(encoding.get_offsets());
+                Ok(pieces
+                    .map(|(&id, &(start, end))| (id, start..end))
+                    .collect())
             }
         }
     }

@@ -1,8 +1,9 @@
 //! A stream of tokens as a data set for causal language models.
 
-use std::sync::Arc;
-
-use super::dataset::{Dataset, LABELS, Sample, SampleTensor};
+use super::{
+    dataset::{Dataset, LABELS, Sample, SampleTensor},
+    store::Tokens,
+};
 use crate::error::{DataError, Error, Result};
 
 /// Consecutive windows of a token stream.
@@ -15,7 +16,7 @@ use crate::error::{DataError, Error, Result};
 /// `input_ids: [S]`, `labels: [S]`.
 #[derive(Debug, Clone)]
 pub struct TokenDataset {
-    tokens: Arc<[u32]>,
+    tokens: Tokens,
     seq_length: usize,
 }
 
@@ -26,7 +27,7 @@ impl TokenDataset {
     /// # Errors
     ///
     /// [`DataError::TooFewTokens`] when they do not make one sample.
-    pub fn new(tokens: Arc<[u32]>, seq_length: usize, part: &'static str) -> Result<Self> {
+    pub fn new(tokens: Tokens, seq_length: usize, part: &'static str) -> Result<Self> {
         if seq_length == 0 || tokens.len() <= seq_length {
             return Err(Error::Data(DataError::TooFewTokens {
                 part,
@@ -45,7 +46,7 @@ impl Dataset for TokenDataset {
 
     fn get(&self, index: usize) -> Result<Sample> {
         let start = index * self.seq_length;
-        let window = &self.tokens[start..=start + self.seq_length];
+        let window = self.tokens.read(start..start + self.seq_length + 1)?;
         let tensor = |tokens: &[u32]| {
             SampleTensor::vector(tokens.iter().map(|token| i64::from(*token)).collect())
         };

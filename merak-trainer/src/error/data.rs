@@ -87,6 +87,14 @@ pub enum DataError {
         /// What is wrong with it.
         message: String,
     },
+    /// A chat template that cannot be used.
+    #[error("cannot use the chat template of {}: {}", file(path), sentence(reason))]
+    ChatTemplate {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// Less data than one step needs.
     #[error(
         "{samples} {split} samples are fewer than one global batch of {global_batch} \
@@ -286,6 +294,21 @@ pub enum DataError {
         tokens: usize,
         /// Size of the model's vocabulary.
         vocab: usize,
+    },
+    /// A part of a mixture that gives no sample.
+    #[error(
+        "part {number} of the mixture has {samples} samples and the weight {weight}, which makes none of the {all} \
+         samples of an epoch: give it more data or a larger weight"
+    )]
+    NoShare {
+        /// The part, from 1.
+        number: usize,
+        /// Its weight.
+        weight: f64,
+        /// Its samples.
+        samples: usize,
+        /// Samples of all parts.
+        all: usize,
     },
     /// A prefetch thread that ended before its samples were read.
     #[error("a data thread ended before it delivered its samples")]

@@ -91,6 +91,8 @@ impl DataError {
             | Self::TensorFile { .. }
             | Self::NotText { .. }
             | Self::DataTooLarge { .. } => vec!["data.path"],
+            Self::ChatTemplate { .. } => vec!["data.chat_template", "data.tokenizer"],
+            Self::NoShare { .. } => vec!["data.mixture"],
             Self::DataKind { .. } => vec!["data.format"],
             Self::Tokenizer { .. } => vec!["data.tokenizer"],
             Self::Vocabulary { .. } | Self::SpareTokens { .. } => {

@@ -82,7 +82,12 @@ fn check_part(
         part,
         samples,
         ignored: IGNORED_LABEL,
-        path: args.data.path.as_ref().map(|path| path.0.clone()),
+        path: args
+            .data
+            .path
+            .as_ref()
+            .filter(|paths| paths.count() == 1)
+            .map(|paths| paths.first().to_path_buf()),
     }))
 }
 

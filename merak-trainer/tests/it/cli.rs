@@ -1,10 +1,12 @@
 //! The `merak` command as its users meet it: exit statuses, messages, documents on standard output.
 
+mod chats; // chats and instructions
 mod checkpoints; // damaged files
 mod families; // every family on data of its kind
 mod files; // pipes, devices, files without end
 #[cfg(target_os = "linux")]
 mod hosts; // ranks on two hosts
+mod inputs; // several paths, mixtures, data to validate on
 mod launch; // ranks as processes
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it

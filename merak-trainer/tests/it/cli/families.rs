@@ -109,7 +109,7 @@ pub(super) fn images(rows: usize) -> Vec<(&'static str, Dtype, Vec<usize>, Vec<u
     ]
 }
 
-fn losses(place: &Workplace) -> Vec<f64> {
+pub(super) fn losses(place: &Workplace) -> Vec<f64> {
     let text = fs::read_to_string(place.path("run/metrics.jsonl")).expect("the records of a run");
     let records = text
         .lines()

@@ -1,0 +1,247 @@
+//! Chats and instructions as samples of a model of the next token: loss on the answers only.
+
+mod files;
+mod python;
+mod template;
+
+use std::ops::Range;
+
+use serde_json::{Map, Value};
+
+use super::{
+    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
+    records::Record,
+    tokenizer::Tokenizer,
+    translation::filled,
+};
+use crate::error::Result;
+pub(super) use files::{given_template, template_file};
+pub(crate) use template::{Chat, ChatTemplate};
+
+/// The fields that records of chats have.
+const NEEDS: &str = "of chats need \"messages\", or \"prompt\" and \"completion\"";
+
+/// A chat as tokens, with those that a model is to learn.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct AnsweredTokens {
+    /// The tokens.
+    pub ids: Vec<u32>,
+    /// Whether each is part of an answer.
+    pub is_answer: Vec<bool>,
+}
+
+/// Chats and instructions, of which the answers are learned.
+///
+/// # Shapes
+///
+/// `input_ids: [S]`, the first tokens of a chat; `labels: [S]`, the token after each where it is
+/// part of an answer, and [`IGNORED_LABEL`] elsewhere.
+///
+/// # Examples
+///
+/// ```
+/// use merak_trainer::data::{AnsweredTokens, ChatDataset, Dataset};
+///
+/// let chat = AnsweredTokens { ids: vec![7, 8, 9], is_answer: vec![false, true, true] };
+/// let data = ChatDataset::new(vec![chat], 4, 0);
+/// assert_eq!(data.get(0)?["input_ids"].ints(), [7, 8, 0, 0]);
+/// assert_eq!(data.get(0)?["labels"].ints(), [8, 9, -100, -100]);
+/// # Ok::<(), merak_trainer::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct ChatDataset {
+    chats: Vec<AnsweredTokens>,
+    seq_length: usize,
+    pad: u32,
+}
+
+impl ChatDataset {
+    /// Fills chats up to `seq_length` (S) with `pad`; longer ones are cut.
+    pub fn new(chats: Vec<AnsweredTokens>, seq_length: usize, pad: u32) -> Self {
+        Self {
+            chats,
+            seq_length,
+            pad,
+        }
+    }
+}
+
+impl Dataset for ChatDataset {
+    fn len(&self) -> usize {
+        self.chats.len()
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        let (chat, seq) = (&self.chats[index], self.seq_length);
+        let shown = chat.ids.len().saturating_sub(1).min(seq);
+        let input = filled(&chat.ids[..shown], seq, self.pad.into());
+        let next = chat.ids.iter().zip(&chat.is_answer).skip(1).take(seq);
+        let label = |(&id, &is_answer): (&u32, &bool)| {
+            if is_answer {
+                i64::from(id)
+            } else {
+                IGNORED_LABEL
+            }
+        };
+        let mut labels: Vec<_> = next.map(label).collect();
+        labels.resize(seq, IGNORED_LABEL);
+        Ok(Sample::from([
+            ("input_ids".to_owned(), SampleTensor::vector(input)),
+            (LABELS.to_owned(), SampleTensor::vector(labels)),
+        ]))
+    }
+}
+
+/// How records become chats of tokens.
+#[derive(Debug)]
+pub(super) struct ChatMaker<'a> {
+    pub(super) tokenizer: &'a Tokenizer,
+    /// The template; none where no file has one.
+    pub(super) template: Option<&'a ChatTemplate>,
+    /// The token behind a completion of plain text.
+    pub(super) end: Option<u32>,
+}
+
+/// Whether a record is a chat or an instruction.
+pub(super) fn is_chat(record: &Record) -> bool {
+    let has_both = record.has("prompt") && record.has("completion");
+    record.has("messages") || has_both
+}
+
+impl ChatMaker<'_> {
+    /// The tokens of a record.
+    ///
+    /// # Errors
+    ///
+    /// A record that has no chat, or one that the template refuses, by its file and line.
+    pub(super) fn tokens(&self, record: &Record) -> Result<AnsweredTokens> {
+        if !record.has("messages")
+            && let (Some(Value::String(prompt)), Some(Value::String(completion))) =
+                (record.field("prompt"), record.field("completion"))
+        {
+            return self.plain(prompt, completion);
+        }
+        let (chat, completion) = chat_of(record)?;
+        let template = self.template.ok_or_else(|| {
+            record.wrong(
+                "a chat needs a template, and there is none beside the tokenizer (chat_template.jinja, or \
+                 \"chat_template\" in tokenizer_config.json): set \"data.chat_template\" to a file with one"
+                    .to_owned(),
+            )
+        })?;
+        let answered = match completion {
+            Some(first) => template.completed(&chat, first),
+            None => template.answered(&chat),
+        };
+        let answered = answered.map_err(|reason| record.wrong(reason))?;
+        let pieces = self.tokenizer.encode_pieces(&answered.text, false)?;
+        Ok(AnsweredTokens::of(&pieces, &answered.answers))
+    }
+
+    /// A prompt and its completion as they stand, and the token that ends a text.
+    fn plain(&self, prompt: &str, completion: &str) -> Result<AnsweredTokens> {
+        let text = [prompt, completion].concat();
+        let pieces = self.tokenizer.encode_pieces(&text, true)?;
+        let answers = [prompt.len()..text.len()];
+        let mut tokens = AnsweredTokens::of(&pieces, &answers);
+        match (self.end, tokens.ids.last()) {
+            (Some(end), Some(&last)) if last == end => {
+                if let Some(is_answer) = tokens.is_answer.last_mut() {
+                    *is_answer = true;
+                }
+            }
+            (Some(end), _) => {
+                tokens.ids.push(end);
+                tokens.is_answer.push(true);
+            }
+            (None, _) => {}
+        }
+        Ok(tokens)
+    }
+}
+
+impl AnsweredTokens {
+    /// Tokens that lie at least partly in an answer are part of it.
+    fn of(pieces: &[(u32, Range<usize>)], answers: &[Range<usize>]) -> Self {
+        let is_answer = |piece: &Range<usize>| {
+            let mut answers = answers.iter();
+            answers.any(|answer| piece.start.max(answer.start) < piece.end.min(answer.end))
+        };
+        Self {
+            ids: pieces.iter().map(|(id, _)| *id).collect(),
+            is_answer: pieces.iter().map(|(_, piece)| is_answer(piece)).collect(),
+        }
+    }
+}
+
+/// The chat of a record, and the number of messages before its completion where it has one.
+fn chat_of(record: &Record) -> Result<(Chat, Option<usize>)> {
+    let mut chat = Chat {
+        tools: tools(record)?,
+        kwargs: kwargs(record)?,
+        ..Chat::default()
+    };
+    if record.has("messages") {
+        chat.messages = messages(record, "messages")?;
+        let answers = |message: &Value| message["role"] == "assistant";
+        if !chat.messages.iter().any(answers) {
+            let reason =
+                "no message has the role \"assistant\", so that there is no answer to learn";
+            return Err(record.wrong(reason.to_owned()));
+        }
+        return Ok((chat, None));
+    }
+    chat.messages = messages(record, "prompt")?;
+    let first = chat.messages.len();
+    chat.messages.extend(messages(record, "completion")?);
+    Ok((chat, Some(first)))
+}
+
+/// A field with a list of messages.
+fn messages(record: &Record, name: &str) -> Result<Vec<Value>> {
+    let found = record.field(name);
+    let found = found.ok_or_else(|| record.missing(name, NEEDS))?;
+    let list = found.as_array().filter(|list| !list.is_empty());
+    let list = list.ok_or_else(|| {
+        let expected = "a list of messages such as {\"role\": \"user\", \"content\": \"..\"}";
+        record.wrong(format!(
+            "the field \"{name}\" is {found}, expected {expected}"
+        ))
+    })?;
+    for (number, message) in (1..).zip(list) {
+        if !message["role"].is_string() {
+            return Err(record.wrong(format!(
+                "message {number} of \"{name}\" is {message}, expected a table with a \"role\", such as \"user\""
+            )));
+        }
+    }
+    Ok(list.clone())
+}
+
+/// The tools of a record: a list, or the text of one.
+fn tools(record: &Record) -> Result<Value> {
+    let found = match record.field("tools") {
+        Some(Value::String(text)) => serde_json::from_str(text).unwrap_or(Value::Null),
+        found => found.cloned().unwrap_or(Value::Null),
+    };
+    let is_given = record.field("tools").is_some_and(|tools| !tools.is_null());
+    if is_given && !found.is_array() {
+        let reason = "the field \"tools\" is no list of tools, nor the JSON of one";
+        return Err(record.wrong(reason.to_owned()));
+    }
+    Ok(found)
+}
+
+/// Further names that the template of a record may use.
+fn kwargs(record: &Record) -> Result<Map<String, Value>> {
+    match record.field("chat_template_kwargs") {
+        None | Some(Value::Null) => Ok(Map::new()),
+        Some(Value::Object(names)) => Ok(names.clone()),
+        Some(other) => Err(record.wrong(format!(
+            "the field \"chat_template_kwargs\" is {other}, expected a table of names and values"
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,133 @@
+//! Where a chat template stands in files.
+
+use std::path::{Path, PathBuf};
+
+use merak_ckpt::words::file;
+use serde_json::{Map, Value};
+
+use super::ChatTemplate;
+use crate::{
+    config::{DataArguments, TokenizerSource},
+    error::{DataError, Error, Result},
+};
+
+/// The file of a template alone.
+const JINJA: &str = "chat_template.jinja";
+
+/// The file beside a tokenizer that names special tokens, and perhaps a template.
+const CONFIG: &str = "tokenizer_config.json";
+
+/// The most bytes of each of these files.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// The special tokens that templates may name.
+const SPECIAL_TOKENS: [&str; 7] = [
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+];
+
+impl ChatTemplate {
+    /// The template that a configuration names, else that beside its tokenizer, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// Files that cannot be read, and a template that is none.
+    pub(crate) fn load(arguments: &DataArguments) -> Result<Option<Self>> {
+        let folder = folder(arguments);
+        let config = match folder.map(|folder| folder.join(CONFIG)) {
+            Some(path) if path.is_file() => json(&path)?,
+            _ => Value::Null,
+        };
+        let special_tokens = special_tokens(&config);
+        let own = config.get("chat_template").and_then(default_of);
+        let (path, source) = match (template_file(arguments), own) {
+            (Some(path), _) => {
+                let text = read_template(&path)?;
+                (path, text)
+            }
+            (None, Some(own)) => {
+                let path = folder.map(|folder| folder.join(CONFIG));
+                (path.unwrap_or_default(), own.to_owned())
+            }
+            (None, None) => return Ok(None),
+        };
+        Self::new(&source, special_tokens)
+            .map(Some)
+            .map_err(|reason| Error::Data(DataError::ChatTemplate { path, reason }))
+    }
+}
+
+/// The folder of the tokenizer's files.
+fn folder(arguments: &DataArguments) -> Option<&Path> {
+    match &arguments.tokenizer {
+        TokenizerSource::File(path) => path.parent(),
+        _ => None,
+    }
+}
+
+/// The file that holds a template alone: the one that is set, or the one beside the tokenizer.
+pub(in crate::data) fn template_file(arguments: &DataArguments) -> Option<PathBuf> {
+    let given = arguments.chat_template.as_ref().map(|path| path.0.clone());
+    let beside = || {
+        let path = folder(arguments)?.join(JINJA);
+        path.is_file().then_some(path)
+    };
+    given.or_else(beside)
+}
+
+/// The template that is set, by the name that such files have beside a tokenizer, and its content.
+pub(in crate::data) fn given_template(
+    arguments: &DataArguments,
+) -> Result<Option<(String, Vec<u8>)>> {
+    let Some(path) = &arguments.chat_template else {
+        return Ok(None);
+    };
+    let content = read_template(&path.0)?.into_bytes();
+    Ok(Some((JINJA.to_owned(), content)))
+}
+
+fn read_template(path: &Path) -> Result<String> {
+    merak_ckpt::read_text(path, MAX_BYTES).map_err(|source| Error::ReadInput {
+        key: "data.chat_template",
+        path: path.to_path_buf(),
+        source,
+    })
+}
+
+/// The template of a `tokenizer_config.json`: a text, or the one called `default` of several.
+fn default_of(found: &Value) -> Option<&str> {
+    if let Some(text) = found.as_str() {
+        return Some(text);
+    }
+    let named = found.as_array()?.iter();
+    let mut default = named.filter(|entry| entry["name"] == "default");
+    default.next()?["template"].as_str()
+}
+
+/// The special tokens by name: each is a text, or a table with its `content`.
+fn special_tokens(config: &Value) -> Map<String, Value> {
+    let token = |name: &&str| {
+        let found = config.get(*name)?;
+        let text = found.as_str().or_else(|| found["content"].as_str())?;
+        Some(((*name).to_owned(), Value::from(text)))
+    };
+    SPECIAL_TOKENS.iter().filter_map(token).collect()
+}
+
+fn json(path: &Path) -> Result<Value> {
+    let text = merak_ckpt::read_text(path, MAX_BYTES).map_err(|source| Error::Read {
+        path: path.to_path_buf(),
+        source,
+    })?;
+    serde_json::from_str(&text).map_err(|error| {
+        Error::Data(DataError::ChatTemplate {
+            path: path.to_path_buf(),
+            reason: format!("{} is no JSON: {error}", file(path)),
+        })
+    })
+}

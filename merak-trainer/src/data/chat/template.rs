@@ -1,0 +1,290 @@
+//! Chat templates: Jinja as `apply_chat_template` of transformers renders it.
+
+use std::ops::Range;
+
+use jiff::Zoned;
+use minijinja::{
+    Environment, Error, ErrorKind,
+    syntax::SyntaxConfig,
+    value::{Serde, Value as JinjaValue},
+};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use serde_json::{Map, Value};
+
+use super::python;
+
+/// Around the text of a `{% generation %}` block: characters that no text has, as Unicode keeps
+/// them for a program's own use.
+const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
+
+/// The filter that a `{% generation %}` block becomes.
+const FILTER: &str = "merak_generation";
+
+/// Steps after which a template is taken to be without end.
+const FUEL: u64 = 50_000_000;
+
+/// A template, with the special tokens that it may name.
+pub(crate) struct ChatTemplate {
+    environment: Environment<'static>,
+    special_tokens: Map<String, Value>,
+    /// Whether it says itself, in `{% generation %}` blocks, what a model is to learn.
+    has_generation: bool,
+}
+
+/// What a template is rendered for.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Chat {
+    /// The messages, each a table with a `role`.
+    pub(crate) messages: Vec<Value>,
+    /// The tools that the model may call; null for none.
+    pub(crate) tools: Value,
+    /// Further names that the template may use.
+    pub(crate) kwargs: Map<String, Value>,
+}
+
+/// A text, and the parts of it that a model is to learn, in bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Answered {
+    pub(crate) text: String,
+    pub(crate) answers: Vec<Range<usize>>,
+}
+
+impl ChatTemplate {
+    /// Parses a template.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with it.
+    pub(crate) fn new(source: &str, special_tokens: Map<String, Value>) -> Result<Self, String> {
+        let (source, has_generation) = with_filters(source);
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder()
+            .trim_blocks(true)
+            .lstrip_blocks(true)
+            .build();
+        environment.set_syntax(syntax.map_err(|error| reason(&error))?);
+        environment.set_fuel(Some(FUEL));
+        environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+        environment.set_unknown_method_callback(unknown_method_callback);
+        environment.set_formatter(python::print);
+        environment.add_filter("tojson", python::tojson);
+        environment.add_filter(FILTER, |text: String| {
+            let [begin, end] = MARKS;
+            format!("{begin}{text}{end}")
+        });
+        environment.add_test("sequence", python::is_sequence);
+        environment.add_test("iterable", python::is_sequence);
+        environment.add_function("raise_exception", refuse);
+        // One moment for all chats of a run.
+        let now = Zoned::now();
+        environment.add_function("strftime_now", move |format: String| {
+            let text = jiff::fmt::strtime::format(&format, &now);
+            text.map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
+        });
+        environment
+            .add_template_owned("chat", source)
+            .map_err(|error| reason(&error))?;
+        Ok(Self {
+            environment,
+            special_tokens,
+            has_generation,
+        })
+    }
+
+    /// The text of the first `count` messages; with `prompts`, up to where an answer begins.
+    ///
+    /// # Errors
+    ///
+    /// What the template refuses, or that it failed.
+    pub(crate) fn render(
+        &self,
+        chat: &Chat,
+        count: usize,
+        prompts: bool,
+    ) -> Result<String, String> {
+        self.marked(chat, count, prompts)
+            .map(|text| text.replace(MARKS, ""))
+    }
+
+    fn marked(&self, chat: &Chat, count: usize, prompts: bool) -> Result<String, String> {
+        let messages: Vec<_> = chat.messages[..count].iter().map(normal).collect();
+        let mut names = self.special_tokens.clone();
+        names.extend(chat.kwargs.clone());
+        names.insert("messages".into(), messages.into());
+        names.insert("tools".into(), chat.tools.clone());
+        names.insert("documents".into(), Value::Null);
+        names.insert("add_generation_prompt".into(), prompts.into());
+        let template = self.environment.get_template("chat");
+        let rendered =
+            template.and_then(|template| template.render(JinjaValue::from(Serde(&names))));
+        rendered.map_err(|error| reason(&error))
+    }
+
+    /// The text of a chat and its answers: the `{% generation %}` blocks of the template, else what
+    /// each message of the assistant adds to the text before it, without the part that stands in
+    /// front of any answer.
+    ///
+    /// # Errors
+    ///
+    /// What the template refuses, or that an earlier part of the text changes with a later message,
+    /// so that the answers cannot be told.
+    pub(crate) fn answered(&self, chat: &Chat) -> Result<Answered, String> {
+        if self.has_generation {
+            let text = self.marked(chat, chat.messages.len(), false)?;
+            return Ok(unmarked(&text));
+        }
+        let text = self.render(chat, chat.messages.len(), false)?;
+        let mut answers = Vec::new();
+        for (number, message) in chat.messages.iter().enumerate() {
+            if message["role"] == "assistant" {
+                answers.push(self.answer(chat, &text, number..number + 1)?);
+            }
+        }
+        Ok(Answered { text, answers })
+    }
+
+    /// The text of a chat whose messages from `first` on are the one answer.
+    ///
+    /// # Errors
+    ///
+    /// As for [`ChatTemplate::answered`].
+    pub(crate) fn completed(&self, chat: &Chat, first: usize) -> Result<Answered, String> {
+        let text = self.render(chat, chat.messages.len(), false)?;
+        let answer = self.answer(chat, &text, first..chat.messages.len())?;
+        Ok(Answered {
+            text,
+            answers: vec![answer],
+        })
+    }
+
+    /// Where the answer that some messages make stands in the text of the chat.
+    fn answer(
+        &self,
+        chat: &Chat,
+        text: &str,
+        messages: Range<usize>,
+    ) -> Result<Range<usize>, String> {
+        let before = self.render(chat, messages.start, true)?;
+        let after = self.render(chat, messages.end, false)?;
+        if text.starts_with(&after) && after.starts_with(&before) {
+            return Ok(before.len()..after.len());
+        }
+        Err(format!(
+            "the chat template writes what stands before message {} otherwise once later messages follow, so that the \
+             answers cannot be told from the rest: use a template that marks them with {{% generation %}} and {{% \
+             endgeneration %}}, set as \"data.chat_template\"",
+            messages.end
+        ))
+    }
+}
+
+/// A message as transformers gives it to templates: without fields that are null, and with its
+/// reasoning under each name that templates read.
+fn normal(message: &Value) -> Value {
+    const NAMES: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+    let Some(fields) = message.as_object() else {
+        return message.clone();
+    };
+    let given = fields.iter().filter(|(_, value)| !value.is_null());
+    let given: Map<_, _> = given
+        .map(|(name, value)| (name.clone(), value.clone()))
+        .collect();
+    let reasoning = NAMES.iter().find_map(|name| given.get(*name)).cloned();
+    let Some(reasoning) = reasoning else {
+        return Value::Object(given);
+    };
+    let mut all = Map::from_iter([("thinking".to_owned(), reasoning.clone())]);
+    all.extend(given);
+    all.insert("reasoning_content".to_owned(), reasoning);
+    Value::Object(all)
+}
+
+/// The function `raise_exception` of templates.
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "the engine gives arguments so"
+)]
+fn refuse(message: String) -> Result<String, Error> {
+    Err(Error::new(
+        ErrorKind::InvalidOperation,
+        format!("{REFUSAL}{message}"),
+    ))
+}
+
+/// Begins the message of a refusal, which is no failure of the template.
+const REFUSAL: &str = "\u{FDD0}";
+
+/// Why a template gave no text.
+fn reason(error: &Error) -> String {
+    let mut innermost = error;
+    while let Some(source) = std::error::Error::source(innermost).and_then(|s| s.downcast_ref()) {
+        innermost = source;
+    }
+    let detail = innermost.detail().unwrap_or_default();
+    if let Some(message) = detail.strip_prefix(REFUSAL) {
+        return format!("the chat template refuses the messages: {message}");
+    }
+    let line = innermost
+        .line()
+        .map_or(String::new(), |line| format!(" in line {line}"));
+    let kind = innermost.kind();
+    match detail {
+        "" => format!("the chat template fails{line}: {kind}"),
+        detail => format!("the chat template fails{line}: {kind}: {detail}"),
+    }
+}
+
+/// A text without its marks, and the parts between them.
+fn unmarked(marked: &str) -> Answered {
+    let mut found = Answered {
+        text: String::with_capacity(marked.len()),
+        answers: Vec::new(),
+    };
+    let mut begins = Vec::new();
+    for c in marked.chars() {
+        if c == MARKS[0] {
+            begins.push(found.text.len());
+        } else if c == MARKS[1] {
+            let begin = begins.pop().unwrap_or_default();
+            found.answers.push(begin..found.text.len());
+        } else {
+            found.text.push(c);
+        }
+    }
+    found
+}
+
+/// A template whose `{% generation %}` blocks are filters, which treat blanks and names alike; and
+/// whether it has such blocks.
+fn with_filters(source: &str) -> (String, bool) {
+    let mut out = String::with_capacity(source.len());
+    let (mut rest, mut has) = (source, false);
+    while let Some(begin) = rest.find("{%") {
+        let (before, tag) = rest.split_at(begin);
+        out.push_str(before);
+        let end = tag.find("%}").map_or(tag.len(), |end| end + 2);
+        let (tag, behind) = tag.split_at(end);
+        let inner = tag.trim_start_matches("{%").trim_end_matches("%}");
+        let name = inner.trim_matches(|c: char| c == '-' || c == '+' || c.is_whitespace());
+        match name {
+            "generation" => {
+                has = true;
+                out.push_str(&tag.replace("generation", &format!("filter {FILTER}")));
+            }
+            "endgeneration" => out.push_str(&tag.replace("endgeneration", "endfilter")),
+            _ => out.push_str(tag),
+        }
+        rest = behind;
+    }
+    out.push_str(rest);
+    (out, has)
+}
+
+impl std::fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ChatTemplate")
+            .field("special_tokens", &self.special_tokens)
+            .field("has_generation", &self.has_generation)
+            .finish_non_exhaustive()
+    }
+}

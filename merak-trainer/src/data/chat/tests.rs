@@ -1,0 +1,145 @@
+//! Chats beside transformers' `apply_chat_template`, and chats that are refused.
+
+use serde_json::json;
+
+use super::*;
+
+/// Numbers of transformers, which `tests/goldens/chat/make.py` wrote.
+const GOLDENS: &str = include_str!("../../../tests/goldens/chat/cases.json");
+
+fn golden_tokenizer() -> Tokenizer {
+    let folder = env!("CARGO_MANIFEST_DIR");
+    let path = format!("{folder}/tests/goldens/chat/tokenizer.json");
+    Tokenizer::from_file(path.as_ref()).unwrap()
+}
+
+fn case(name: &str) -> (ChatTemplate, Chat, Value) {
+    let cases: Value = serde_json::from_str(GOLDENS).unwrap();
+    let mut cases = cases["cases"].as_array().unwrap().iter();
+    let case = cases.find(|case| case["name"] == name).unwrap();
+    loaded(case)
+}
+
+fn loaded(case: &Value) -> (ChatTemplate, Chat, Value) {
+    let table = |name: &str| case[name].as_object().unwrap().clone();
+    let template = case["template"].as_str().unwrap();
+    let template = ChatTemplate::new(template, table("special_tokens")).unwrap();
+    let chat = Chat {
+        messages: case["messages"].as_array().unwrap().clone(),
+        tools: case["tools"].clone(),
+        kwargs: table("kwargs"),
+    };
+    (template, chat, case.clone())
+}
+
+#[test]
+fn texts_and_tokens_are_those_of_apply_chat_template() {
+    let cases: Value = serde_json::from_str(GOLDENS).unwrap();
+    let tokenizer = golden_tokenizer();
+    let cases = cases["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 10);
+    for case in cases {
+        let (template, chat, expected) = loaded(case);
+        for (prompts, field) in [(false, "text"), (true, "prompt")] {
+            let found = template.render(&chat, chat.messages.len(), prompts);
+            match &expected[field] {
+                Value::String(text) => assert_eq!(found.as_ref(), Ok(text), "{}", case["name"]),
+                refused => {
+                    let message = refused["error"].as_str().unwrap();
+                    let expected = format!("the chat template refuses the messages: {message}");
+                    assert_eq!(found, Err(expected));
+                }
+            }
+        }
+        if let Some(text) = expected["text"].as_str() {
+            let pieces = tokenizer.encode_pieces(text, false).unwrap();
+            let ids: Vec<_> = pieces.iter().map(|(id, _)| *id).collect();
+            assert_eq!(json!(ids), expected["ids"], "{}", case["name"]);
+        }
+    }
+}
+
+#[test]
+fn marked_answers_are_the_assistant_tokens_of_transformers() {
+    let (template, chat, expected) = case("marked");
+    let answered = template.answered(&chat).unwrap();
+    let pieces = golden_tokenizer()
+        .encode_pieces(&answered.text, false)
+        .unwrap();
+    let tokens = AnsweredTokens::of(&pieces, &answered.answers);
+    let mask: Vec<_> = tokens.is_answer.iter().map(|&is| u8::from(is)).collect();
+    assert_eq!(json!(mask), expected["mask"]);
+    assert!(mask.contains(&1));
+}
+
+#[test]
+fn without_marks_answers_are_what_each_message_of_the_assistant_adds() {
+    let answers = |name: &str| -> Vec<String> {
+        let (template, chat, _) = case(name);
+        let found = template.answered(&chat).unwrap();
+        let parts = found
+            .answers
+            .iter()
+            .map(|part| found.text[part.clone()].to_owned());
+        parts.collect()
+    };
+    let chatml = ["  Groß: 5 < 6 & 'so'.\n<|im_end|>\n", "It is.<|im_end|>\n"];
+    assert_eq!(answers("chatml"), chatml);
+    let llama3 = ["Groß: 5 < 6 & 'so'.<|eot_id|>", "It is.<|eot_id|>"];
+    assert_eq!(answers("llama3"), llama3);
+    let mistral = ["  Groß: 5 < 6 & 'so'.\n</s>", "It is.</s>"];
+    assert_eq!(answers("mistral"), mistral);
+    // Qwen leaves out the reasoning of earlier turns.
+    let (template, mut chat, _) = case("qwen with reasoning");
+    chat.messages
+        .push(json!({"role": "user", "content": "more"}));
+    chat.messages
+        .push(json!({"role": "assistant", "content": "no"}));
+    let refused = template.answered(&chat).unwrap_err();
+    assert!(
+        refused.contains("before message 2 otherwise once later messages follow"),
+        "{refused}"
+    );
+    assert!(refused.contains("{% generation %}"), "{refused}");
+}
+
+#[test]
+fn a_completion_of_messages_is_one_answer() {
+    let (template, chat, _) = case("chatml");
+    let found = template.completed(&chat, 2).unwrap();
+    let answer = &found.text[found.answers[0].clone()];
+    assert!(answer.starts_with("  Groß"), "{answer}");
+    assert!(answer.ends_with("It is.<|im_end|>\n"), "{answer}");
+}
+
+#[test]
+fn templates_that_are_none_or_never_end_are_refused() {
+    let none = |source: &str| ChatTemplate::new(source, Map::new()).unwrap_err();
+    assert!(none("{% if %}").starts_with("the chat template fails in line"));
+    assert!(none("a\n{{ b").starts_with("the chat template fails in line"));
+    let fails = |source: &str| {
+        let template = ChatTemplate::new(source, Map::new()).unwrap();
+        template.render(&Chat::default(), 0, false).unwrap_err()
+    };
+    assert!(fails("{{ a.b.c }}").starts_with("the chat template fails in line 1: undefined value"));
+    assert_eq!(
+        fails("{{ raise_exception('no system') }}"),
+        "the chat template refuses the messages: no system"
+    );
+    let endless =
+        fails("{% for i in range(9999) %}{% for j in range(9999) %}x{% endfor %}{% endfor %}");
+    assert!(endless.contains("out of fuel"), "{endless}");
+}
+
+#[test]
+fn plain_completions_end_with_the_end_of_a_text() {
+    let tokenizer = Tokenizer::bytes();
+    let maker = ChatMaker {
+        tokenizer: &tokenizer,
+        template: None,
+        end: Some(256),
+    };
+    let tokens = maker.plain("ab", "c").unwrap();
+    assert_eq!(tokens.ids, [97, 98, 99, 256]);
+    assert_eq!(tokens.is_answer, [false, false, true, true]);
+}

@@ -1,0 +1,223 @@
+//! What one part of the data holds.
+
+use std::sync::Arc;
+
+use merak_trace::models::Objective;
+
+use super::{
+    chat::{self, ChatTemplate},
+    corpus::{self, Corpus},
+    dataset::{Dataset, Subset},
+    input::Input,
+    inputs::ATTENTION_MASK,
+    records::{self, Records},
+    samples::{Maker, PAIR_BYTES, TEXT_BYTES},
+    source::{Datasets, Reader, count},
+    tensor_files::TensorFiles,
+    tensors::TensorDataset,
+    text::Need,
+    tokenizer::Tokenizer,
+};
+use crate::{
+    config::DataFormat,
+    error::{ConfigError, Error, Result},
+    machine::available_bytes,
+};
+
+/// Data of one kind that were read, and the share of them, at the end, that is for validation.
+#[derive(Debug)]
+pub(super) struct Content {
+    kind: Kind,
+    /// Where the data came from, for people.
+    description: String,
+    validation_fraction: f64,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Stream(Corpus),
+    Records(Records, Tokenizer),
+    Chats(Records, Tokenizer, Option<ChatTemplate>),
+    Tensors(TensorFiles),
+}
+
+impl Reader<'_> {
+    /// Reads what an input names; without one, the sources of the crates.
+    pub(super) fn read(&self, input: Option<Input<'_>>, fraction: f64) -> Result<Content> {
+        let format = self.arguments.format;
+        let Some(input) = input else {
+            if format != DataFormat::Text {
+                return Err(Error::Config(ConfigError::MissingKey {
+                    key: "data.path",
+                    advice: format!("\"data.format\" {format} needs a file or folder"),
+                }));
+            }
+            return self.read_text(None, fraction);
+        };
+        input.blamed(match format {
+            DataFormat::Text => self.read_text(Some(input), fraction),
+            DataFormat::Tensors => read_tensors(input, fraction),
+            DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv => {
+                self.read_records(input, fraction)
+            }
+        })
+    }
+
+    /// The tokenizer of data that are text.
+    fn text_tokenizer(&self) -> Tokenizer {
+        let tokenizer = self.tokenizer.clone();
+        tokenizer.expect("formats of text have a tokenizer")
+    }
+
+    fn read_text(&self, input: Option<Input<'_>>, fraction: f64) -> Result<Content> {
+        let tokenizer = self.text_tokenizer();
+        let (texts, description) = corpus::read(input, self.arguments, self.crates, &tokenizer)?;
+        let corpus = Corpus::of_documents(tokenizer, &texts, fraction, description)?;
+        Ok(Content::of_stream(corpus, fraction))
+    }
+
+    fn read_records(&self, input: Input<'_>, fraction: f64) -> Result<Content> {
+        let (arguments, tokenizer) = (self.arguments, self.text_tokenizer());
+        let room = (record_need(&tokenizer, self.objective), available_bytes());
+        let (format, skips) = (arguments.format, arguments.skip_binary);
+        let (records, files) = records::read(input, format, skips, room)?;
+        let described = count(records.len(), "record");
+        let description = format!("{}: {files}, {described}", input.describe());
+        let first = records.iter().next().transpose()?;
+        if self.objective == Objective::CausalLm && first.as_ref().is_some_and(chat::is_chat) {
+            let template = ChatTemplate::load(arguments)?;
+            return Ok(Content {
+                kind: Kind::Chats(records, tokenizer, template),
+                description,
+                validation_fraction: fraction,
+            });
+        }
+        let is_stream = match self.objective {
+            Objective::SequenceToSequence => {
+                first.is_some_and(|first| !first.has("source") && first.has("text"))
+            }
+            Objective::SequenceClassification => false,
+            _ => true,
+        };
+        if !is_stream {
+            return Ok(Content {
+                kind: Kind::Records(records, tokenizer),
+                description,
+                validation_fraction: fraction,
+            });
+        }
+        let texts = records.iter().map(|record| {
+            let record = record?;
+            record.text("text", "need \"text\"").map(str::to_owned)
+        });
+        let corpus = Corpus::of(tokenizer, texts, fraction, description)?;
+        Ok(Content::of_stream(corpus, fraction))
+    }
+}
+
+fn read_tensors(input: Input<'_>, fraction: f64) -> Result<Content> {
+    let files = TensorFiles::open_all(input)?;
+    let names: Vec<_> = files.names().collect();
+    let (paths, count) = (input.describe(), count(files.num_files(), "file"));
+    Ok(Content {
+        description: format!("{paths}: {count}, {}", names.join(", ")),
+        kind: Kind::Tensors(files),
+        validation_fraction: fraction,
+    })
+}
+
+impl Content {
+    fn of_stream(corpus: Corpus, validation_fraction: f64) -> Self {
+        Self {
+            description: corpus.description.clone(),
+            kind: Kind::Stream(corpus),
+            validation_fraction,
+        }
+    }
+
+    pub(super) fn description(&self) -> &str {
+        &self.description
+    }
+
+    /// Whether samples are cut from a stream of tokens.
+    pub(super) fn is_stream(&self) -> bool {
+        matches!(self.kind, Kind::Stream(_))
+    }
+
+    /// The length of a sequence that files give.
+    pub(super) fn stored_length(&self, name: &str) -> Option<usize> {
+        match &self.kind {
+            Kind::Tensors(files) => files.shape(name)?.first().copied(),
+            _ => None,
+        }
+    }
+
+    /// Whether padding stands before tokens.
+    pub(super) fn pads_before_tokens(&self) -> Result<bool> {
+        match &self.kind {
+            Kind::Tensors(files) => files.hides_first(ATTENTION_MASK),
+            _ => Ok(false),
+        }
+    }
+
+    /// Makes samples to train on and to validate on where they are wanted, the latter also where
+    /// there are some. Returns the stream that they are cut from too, where there is one.
+    pub(super) fn datasets(
+        self,
+        maker: &Maker<'_>,
+        [trains, validates]: [bool; 2],
+    ) -> Result<(Datasets, Option<Corpus>)> {
+        let (whole, held_bytes): (Arc<dyn Dataset>, _) = match self.kind {
+            Kind::Stream(corpus) => {
+                let make =
+                    |tokens: &_, part| maker.stream(Clone::clone(tokens), part, &corpus.tokenizer);
+                let train = trains
+                    .then(|| make(&corpus.train, "training"))
+                    .transpose()?;
+                let validates = validates || !corpus.validation.is_empty();
+                let validation = validates
+                    .then(|| make(&corpus.validation, "validation"))
+                    .transpose()?;
+                let datasets = Datasets {
+                    train,
+                    validation,
+                    held_bytes: corpus.train.held_bytes() + corpus.validation.held_bytes(),
+                };
+                return Ok((datasets, Some(corpus)));
+            }
+            Kind::Records(records, tokenizer) => maker.records(&records, &tokenizer)?,
+            Kind::Chats(records, tokenizer, template) => {
+                maker.chats(&records, &tokenizer, template.as_ref())?
+            }
+            Kind::Tensors(files) => {
+                let tokens = maker.tokens;
+                let data =
+                    TensorDataset::new(files, maker.model, tokens.decoder_start, tokens.pad)?;
+                (Arc::new(data), 0)
+            }
+        };
+        let [train, validation] = Subset::split(&whole, self.validation_fraction);
+        let validates = validates || !validation.is_empty();
+        let datasets = Datasets {
+            train: trains.then(|| Arc::new(train) as Arc<dyn Dataset>),
+            validation: validates.then(|| Arc::new(validation) as Arc<dyn Dataset>),
+            held_bytes,
+        };
+        Ok((datasets, None))
+    }
+}
+
+/// The memory of records: their text, and what is made of it meanwhile, a stream or samples.
+fn record_need(tokenizer: &Tokenizer, objective: Objective) -> Need {
+    let per_line = match objective {
+        Objective::SequenceClassification => TEXT_BYTES,
+        // With the lengths of both sequences before they are cut.
+        Objective::SequenceToSequence => PAIR_BYTES + 2 * size_of::<usize>(),
+        // The token behind a text, which takes less than the text's own line end.
+        _ => 0,
+    };
+    Need {
+        per_byte: tokenizer.bytes_per_byte(),
+        per_line: per_line as u64,
+    }
+}

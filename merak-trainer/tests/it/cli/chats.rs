@@ -1,0 +1,148 @@
+//! Chats and instructions: answers alone are learned, with the tokenizer's own template.
+
+use serde_json::{Value, json};
+
+use super::{
+    Workplace,
+    families::{gpt2, losses},
+};
+
+const TEMPLATE: &str = "{% for message in messages %}\n{% if message.role not in ['user', 'assistant'] %}\n\
+{{- raise_exception('the role ' ~ message.role ~ ' is unknown') }}\n{% endif %}\n\
+{{- '<' + message.role + '>' + message.content + '\\n' }}\n{% endfor %}\n\
+{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}";
+
+/// A workplace with chats, a template and a model that knows bytes.
+fn place(records: &str) -> Workplace {
+    let place = Workplace::new();
+    let mut model = gpt2();
+    model["vocab_size"] = 258.into();
+    place.write("model.json", &model.to_string());
+    place.write("chat.jinja", TEMPLATE);
+    place.write("chats.jsonl", records);
+    place.write(
+        "lora.json",
+        &json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0 }).to_string(),
+    );
+    place.write(
+        "merak.toml",
+        "output_dir = \"run\"\nseq_length = 32\nmax_steps = 3\nper_device_train_batch_size = 1\n\
+         gradient_accumulation_steps = 4\nlogging_steps = 1\nlearning_rate = 0.01\nsave = true\n\n\
+         [model]\nconfig = \"model.json\"\n\n[data]\npath = \"chats.jsonl\"\nformat = \"jsonl\"\n\
+         chat_template = \"chat.jinja\"\nvalidation_fraction = 0.25\n\n[compute]\nthreads_per_rank = 1\n\n\
+         [distributed]\ntimeout_s = 20\n",
+    );
+    place
+}
+
+fn lines(record: impl Fn(usize) -> Value) -> String {
+    (0..16).map(|i| format!("{}\n", record(i))).collect()
+}
+
+fn talk(i: usize) -> Value {
+    let answer = ["yes", "no"][i % 2];
+    json!({ "messages": [
+        { "role": "user", "content": format!("{i}?") },
+        { "role": "assistant", "content": answer },
+    ]})
+}
+
+fn trained(place: &Workplace, keys: &str) -> Vec<f64> {
+    place.succeed(&format!("train merak.toml --overwrite_output_dir {keys}"));
+    losses(place)
+}
+
+#[test]
+fn chats_are_learned_alike_on_every_topology_and_by_an_adapter() {
+    let place = place(&lines(talk));
+    let alone = trained(&place, "");
+    assert_eq!(alone.len(), 3);
+    assert_eq!(trained(&place, "--pp 2"), alone);
+    for ranks in ["--tp 2", "--dp 2 --gradient_accumulation_steps 2"] {
+        for (found, alone) in trained(&place, ranks).iter().zip(&alone) {
+            assert!(
+                (found / alone - 1.0).abs() < 1e-4,
+                "{ranks}: {found} against {alone}"
+            );
+        }
+    }
+    // The checkpoint takes the template along.
+    let kept =
+        std::fs::read_to_string(place.path("run/checkpoints/step-00000003/chat_template.jinja"));
+    assert_eq!(kept.ok().as_deref(), Some(TEMPLATE));
+    let adapted = trained(&place, "--lora_config lora.json");
+    assert!(adapted.iter().all(|loss| loss.is_finite()), "{adapted:?}");
+    assert!(place.path("run/adapter/adapter_config.json").is_file());
+}
+
+#[test]
+fn only_answers_count() {
+    let place = place(&lines(talk));
+    let first = trained(&place, "--max_steps 1");
+    // Other questions, as long as these, are no other targets: of prompts and completions too.
+    let pairs = |i: usize| {
+        let messages = talk(i);
+        json!({ "prompt": [messages["messages"][0]], "completion": [messages["messages"][1]] })
+    };
+    place.write("chats.jsonl", &lines(pairs));
+    assert_eq!(trained(&place, "--max_steps 1"), first);
+    let plain = |i: usize| {
+        let answer = ["yes", "no"][i % 2];
+        json!({ "prompt": format!("<user>{i}?\n<assistant>"), "completion": answer })
+    };
+    place.write("chats.jsonl", &lines(plain));
+    assert_ne!(trained(&place, "--max_steps 1"), first, "another end");
+}
+
+#[test]
+fn chats_that_do_not_fit_are_named_by_file_and_line() {
+    let refused = |record: Value, keys: &str, words: &[&str]| {
+        let place = place(&format!("{}\n{record}\n", talk(1)));
+        let message = place.mistake(&format!("train merak.toml {keys}"));
+        for word in words {
+            assert!(message.contains(word), "{record}: {message} without {word}");
+        }
+    };
+    let line = "chats.jsonl:2: ";
+    let fields = "records of chats need \"messages\", or \"prompt\" and \"completion\"";
+    refused(json!({ "text": "a" }), "", &[line, "has \"text\"", fields]);
+    refused(
+        json!({ "messages": "a" }),
+        "",
+        &[line, "expected a list of messages"],
+    );
+    refused(
+        json!({ "messages": [] }),
+        "",
+        &[line, "expected a list of messages"],
+    );
+    let nameless = json!({ "messages": [{ "content": "a" }] });
+    refused(
+        nameless,
+        "",
+        &[line, "message 1 of \"messages\"", "a \"role\""],
+    );
+    let asked = json!({ "messages": [{ "role": "user", "content": "a" }] });
+    refused(asked, "", &[line, "no message has the role \"assistant\""]);
+    let system = json!({ "messages": [{ "role": "system", "content": "a" }, { "role": "assistant", "content": "b" }] });
+    refused(
+        system,
+        "",
+        &[
+            line,
+            "the chat template refuses the messages: the role system is unknown",
+        ],
+    );
+    let tools = json!({ "messages": talk(1)["messages"], "tools": 3 });
+    refused(tools, "", &[line, "\"tools\" is no list of tools"]);
+    refused(
+        talk(1),
+        "--data.chat_template none",
+        &["chats.jsonl:1: ", "a chat needs a template"],
+    );
+    refused(
+        talk(1),
+        "--data.chat_template lost.jinja",
+        &["cannot read lost.jinja", "data.chat_template"],
+    );
+}

@@ -1,0 +1,133 @@
+//! Several paths, mixtures with weights, and data to validate on.
+
+use std::fs;
+
+use super::{Workplace, families::losses, text};
+
+/// A workplace with two texts and jsonl of two kinds of words.
+fn place() -> Workplace {
+    let place = Workplace::new();
+    place.write("b.txt", &text().replace("rank", "node").repeat(2));
+    place.write("held/c.txt", &text().replace("peer", "pier"));
+    let config = fs::read_to_string(place.path("merak.toml")).expect("a configuration");
+    place.write("merak.toml", &config.replace("path = \"text\"\n", ""));
+    place
+}
+
+const MIXTURE: &str =
+    "mixture = [{ path = \"text\", weight = 3 }, { path = \"b.txt\", weight = 1 }]";
+
+/// Adds lines to the section of the data.
+fn with_data(place: &Workplace, lines: &str) {
+    let config = fs::read_to_string(place.path("merak.toml")).expect("a configuration");
+    place.write(
+        "merak.toml",
+        &config.replace("[data]\n", &format!("[data]\n{lines}\n")),
+    );
+}
+
+fn trained(place: &Workplace, keys: &str) -> Vec<f64> {
+    place.succeed(&format!("train merak.toml --overwrite_output_dir {keys}"));
+    losses(place)
+}
+
+#[test]
+fn a_mixture_is_the_same_on_every_topology_and_after_a_resume() {
+    let place = place();
+    with_data(&place, &format!("{MIXTURE}\nvalidation_path = \"held\""));
+    let keys = "--max_steps 8 --save_steps 4 --dp";
+    let alone = trained(&place, &format!("{keys} 1"));
+    assert_eq!(alone.len(), 8);
+    let evaluated = place.document("evaluate merak.toml run --json");
+    let shared = trained(&place, &format!("{keys} 2 --gradient_accumulation_steps 2"));
+    for (shared, alone) in shared.iter().zip(&alone) {
+        assert!(
+            (shared / alone - 1.0).abs() < 1e-4,
+            "{shared} against {alone}"
+        );
+    }
+    assert_eq!(trained(&place, &format!("{keys} 1 --pp 2")), alone);
+    place.succeed("train merak.toml --max_steps 8 --resume run/checkpoints/step-00000004");
+    assert_eq!(losses(&place)[4..], alone[4..]);
+    // Evaluation takes the data for it alone.
+    let samples = evaluated["eval_samples"].as_u64();
+    let tokens = fs::metadata(place.path("held/c.txt"))
+        .expect("a file")
+        .len();
+    assert_eq!(samples, Some(tokens / 16));
+    // Other weights are other data.
+    let other = trained(
+        &place,
+        "--max_steps 8 --data.mixture [{\"path\":\"text\",\"weight\":1},{\"path\":\"b.txt\",\"weight\":9}]",
+    );
+    assert_ne!(other, alone);
+}
+
+#[test]
+fn a_list_of_paths_is_one_text() {
+    let place = place();
+    place.write("all/a.txt", &text());
+    place.write("all/b.txt", &text().replace("rank", "node").repeat(2));
+    let whole = trained(&place, "--data.path all");
+    let listed = trained(&place, "--data.path [\"all/a.txt\",\"all/b.txt\"]");
+    assert_eq!(listed, whole);
+    let parts = place.succeed(
+        "train merak.toml --dry-run --overwrite_output_dir --data.path [\"text\",\"b.txt\"]",
+    );
+    assert!(parts.contains("data      text, b.txt: 2 files"), "{parts}");
+}
+
+#[test]
+fn wrong_mixtures_and_paths_are_refused_by_their_key() {
+    let place = place();
+    let refused = |keys: &str, words: &[&str]| {
+        let message = place.mistake(&format!("train merak.toml {keys}"));
+        for word in words {
+            assert!(message.contains(word), "{keys}: {message} without {word}");
+        }
+    };
+    place.write("empty.txt", "");
+    let text = "{\"path\":\"text\",\"weight\":1}";
+    refused(
+        &format!("--data.path text --data.mixture [{text}]"),
+        &[
+            "\"data.mixture\" is a list of 1",
+            "must be unset while \"data.path\"",
+        ],
+    );
+    refused(
+        "--data.mixture [{\"path\":\"text\",\"weight\":0}]",
+        &["data.mixture", "weight", "a number of more than 0"],
+    );
+    refused(
+        "--data.mixture [{\"path\":\"text\",\"wieght\":1}]",
+        &["data.mixture", "path or weight"],
+    );
+    refused(
+        "--data.mixture [{\"path\":\"none.txt\",\"weight\":1}]",
+        &["cannot read none.txt", "data.mixture"],
+    );
+    refused(
+        &format!("--data.mixture [{text},{{\"path\":\"b.txt\",\"weight\":1e-9}}]"),
+        &["part 2 of the mixture", "a larger weight"],
+    );
+    refused(
+        "--data.path text --data.validation_path nowhere",
+        &["cannot read nowhere", "data.validation_path"],
+    );
+    refused(
+        "--data.path text --data.validation_path empty.txt",
+        &["no text in empty.txt", "data.validation_path"],
+    );
+    refused(
+        "--data.path [\"text\",\"empty.txt\"]",
+        &["no text in empty.txt"],
+    );
+    refused(
+        "--data.path text --data.validation_path held --data.validation_fraction 0.5",
+        &[
+            "\"data.validation_fraction\" is 0.5",
+            "unset while \"data.validation_path\"",
+        ],
+    );
+}
