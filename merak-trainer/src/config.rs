@@ -44,7 +44,7 @@ pub use self::{
     checked::CheckedArguments,
     choice::{
         BackendChoice, BestMetric, ComputeUnits, CostSource, DataFormat, Device, EngineChoice,
-        PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
+        HalfPrecision, Offload, PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
     },
     help::{key_help, key_page},
     key::Key,

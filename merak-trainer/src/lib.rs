@@ -88,10 +88,10 @@ mod world;
 pub use config::{
     AdapterName, AutopipeArguments, BackendChoice, BestMetric, Boundaries, CheckedArguments,
     ComputeArguments, ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device,
-    DistributedArguments, EngineChoice, Given, InputPath, Key, LrScales, MerakArguments,
-    ModelArguments, Origin, PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength,
-    Temperature, ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule,
-    VARIABLES, key_help, key_page, keys,
+    DistributedArguments, EngineChoice, Given, HalfPrecision, InputPath, Key, LrScales,
+    MerakArguments, ModelArguments, Offload, Origin, PartitionMethod, Range, Ratios, RecomputeMode,
+    ReportTo, SeqLength, Temperature, ThreadsPerRank, TokenizerSource, TpLayerListArguments,
+    TraceMethod, TrainSchedule, VARIABLES, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{

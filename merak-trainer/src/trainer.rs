@@ -6,6 +6,7 @@ mod checkpoint;
 mod course;
 mod evaluation;
 mod generation;
+mod notes;
 mod progress;
 mod resume;
 mod saving;
@@ -26,7 +27,7 @@ pub use step::StepReport;
 use crate::{
     config::{CheckedArguments, Device},
     data::{DataFingerprint, Dataset, Loader},
-    error::{Error, PlanError, Result, StepPart},
+    error::{ConfigError, Error, PlanError, Result, StepPart},
     folder::RunFolder,
     memory::MemoryNeed,
     plan::Plan,
@@ -35,7 +36,7 @@ use crate::{
 };
 use merak_mpu::{Group, Mpu, ReduceOp};
 use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
-use merak_trace::{Units, backend::candle::Products};
+use merak_zero::UpdateRule;
 use std::{
     collections::BTreeMap,
     fmt,
@@ -101,6 +102,10 @@ pub struct TrainerParts {
     pub stop: Arc<AtomicI64>,
     /// Compute threads of this rank; 0 takes those that the arguments give to each rank.
     pub num_threads: usize,
+    /// An update rule of the program, in place of that of `optim`. The plan counts the state of
+    /// `optim`. From ZeRO stage 1 on with several replicas it needs
+    /// `zero_allow_untested_optimizer`.
+    pub rule: Option<Arc<dyn UpdateRule>>,
     /// Observers of the run.
     pub callbacks: Vec<Box<dyn Callback>>,
     /// Start of timelines, so that those of several ranks have one axis; if unset, the start of
@@ -191,12 +196,13 @@ impl MerakTrainer {
         if parts.num_threads == 0 {
             parts.num_threads = threads_per_rank(args);
         }
+        check_rule(args, &parts)?;
         let mpu = Arc::new(tie(mpu, &plan)?);
         let (engine, link) = pipeline(&plan, &mpu, args, parts.epoch)?;
         let progress = RunProgress::new(Course::new(args, &parts)?);
         let mut trainer = Self {
             args: args.clone(),
-            stages: RankStages::new(plan, mpu, args, parts.num_threads)?,
+            stages: RankStages::new(plan, mpu, args, parts.num_threads, parts.rule.as_ref())?,
             engine,
             link,
             loader: None,
@@ -216,20 +222,8 @@ impl MerakTrainer {
     /// Takes the weights that the run starts with: those of a checkpoint, of `model.hf_dir`, or
     /// fresh ones.
     fn start(&mut self) -> Result<()> {
-        let mpu = &self.stages.mpu;
-        let (zero_stage, pp) = (u8::from(self.args.zero_stage), self.args.pp);
-        if zero_stage >= 2 && pp > 1 && self.args.dp > 1 && mpu.is_rank_0() {
-            tracing::warn!(
-                zero_stage,
-                pp,
-                "with several pipeline stages every microbatch is reduced apart: zero_stage 1 sends less"
-            );
-        }
-        let units = Units::of_processor().min(self.args.compute.units.into());
-        if self.args.products() == Products::Rounded && units == Units::None && mpu.is_rank_0() {
-            tracing::warn!(
-                "no unit for products of bf16 is here, or \"compute.units\" leaves it out: \"bf16\" takes as long as f32"
-            );
+        if self.stages.mpu.is_rank_0() {
+            notes::warn(&self.args);
         }
         let resumed = match self.args.resume_from_checkpoint.clone() {
             Some(from) => self.resume(&from)?,
@@ -548,6 +542,21 @@ fn turns<'a>(mpu: &'a Mpu, args: &CheckedArguments) -> &'a Group {
         mpu.stage_group()
     } else {
         mpu.tensor_parallel_group()
+    }
+}
+
+/// Refuses an untested rule whose state replicas divide.
+fn check_rule(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
+    let divides = args.zero_config(1).element_bytes(args.dp).state.ranks > 1;
+    match &parts.rule {
+        Some(rule) if divides && !args.zero_allow_untested_optimizer => {
+            Err(Error::Config(ConfigError::UntestedOptimizer {
+                name: rule.name().to_owned(),
+                stage: u8::from(args.zero_stage),
+                replicas: args.dp,
+            }))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -223,7 +223,7 @@ pub(super) fn check(
             }));
         }
         if !args.no_load_optim {
-            check_optimizer(checkpoint, plan, args, state)?;
+            check_optimizer(checkpoint, plan, (args, parts), state)?;
         }
         check_position(checkpoint, plan, args, parts, state)?;
     }
@@ -407,15 +407,18 @@ pub(super) fn stored_name<'a>(
 fn check_optimizer(
     checkpoint: &Checkpoint,
     plan: &Plan,
-    args: &CheckedArguments,
+    (args, parts): (&CheckedArguments, &TrainerParts),
     saved: &RunState,
 ) -> Result<()> {
     let path = || checkpoint.path().to_owned();
     let optimizer = args.zero_config(1).optimizer;
     let groups = ParamGroups::new(args, &plan.graph);
-    let kept = |param: &Param| {
-        let kinds = optimizer.state_of(&groups.spec(param, 0)).into_iter();
-        kinds.map(|kind| kind.name)
+    let kept = |param: &Param| match &parts.rule {
+        Some(rule) => rule.state_names().to_vec(),
+        None => {
+            let kinds = optimizer.state_of(&groups.spec(param, 0)).into_iter();
+            kinds.map(|kind| kind.name).collect()
+        }
     };
     // As a checkpoint lists them.
     let names: BTreeSet<_> = plan.trained_params().flat_map(kept).collect();
@@ -450,7 +453,7 @@ fn check_optimizer(
                 let kind = Kind::optimizer(*name);
                 manifest.tensor(&kind, &param.name).is_none()
             };
-            Some((&param.name, kept(param).find(is_missing)?))
+            Some((&param.name, kept(param).into_iter().find(is_missing)?))
         });
         return match missing {
             Some((param, name)) => lacks(format!("optimizer state `{name}` of `{param}`")),
@@ -467,7 +470,10 @@ fn check_optimizer(
     Err(Error::Resume(ResumeError::OtherOptimizer {
         path: path(),
         found: described(saved, &found),
-        expected: described(args.optim.as_str(), &names),
+        expected: match &parts.rule {
+            Some(rule) => described(rule.name(), &names),
+            None => described(args.optim.as_str(), &names),
+        },
     }))
 }
 

@@ -9,7 +9,9 @@ pub(crate) mod generation; // N20: the same tokens from every topology
 pub(crate) mod lora;
 mod memory; // what each ZeRO stage holds
 pub(crate) mod narrow; // adapters beside weights in bf16
+mod offload; // optimizer state and masters in files
 mod optimizers; // L2, L3: every rule of the optimizer
+mod other_rule; // an optimizer that the program brings along
 mod pipeline; // L1: the pipeline changes no bit
 mod resume; // L3, L5: resumed runs and equal bytes
 mod stages; // L1, L3: several stages per rank
