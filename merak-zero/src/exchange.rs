@@ -193,6 +193,8 @@ impl Exchange {
         let bucket = &layout.buckets()[index];
         let mut copy = self.spare.pop().unwrap_or_default();
         copy.clear();
+        // Memory that grows by doubling would take more than its bucket.
+        copy.reserve_exact(bucket.flat.len());
         copy.extend_from_slice(&grads[bucket.flat.clone()]);
         scale(&mut copy, self.scale_before);
         self.start_sum(index, layout, copy)

@@ -142,7 +142,8 @@ pub struct ElementBytes {
 }
 
 impl ZeroConfig {
-    /// Whether `replicas` ranks with the same parameters divide what stages from this one on divide.
+    /// Whether `replicas` ranks with the same parameters divide what the stages from this one on
+    /// divide.
     pub(crate) fn divides_from(&self, first: ZeroStage, replicas: usize) -> bool {
         self.stage >= first && replicas > 1
     }
@@ -236,16 +237,14 @@ impl ZeroConfig {
         let layout = self.layout(params, replicas)?;
         let lens = layout.buckets().iter().map(|bucket| bucket.flat.len());
         let (number, largest) = (layout.buckets().len(), lens.max().unwrap_or(0));
-        let bytes = |at_once: usize, elements: usize| {
-            at_once
-                .min(number)
-                .saturating_mul(elements * size_of::<f32>())
+        let bytes = |copies: usize, elements: usize| {
+            copies.saturating_mul(elements.saturating_mul(size_of::<f32>()))
         };
-        let kept = self.element_bytes(replicas);
-        let summed = if kept.gradient.ranks > 1 {
+        // Each microbatch sums divided gradients, so both sums may be those of one bucket.
+        let summed = if self.element_bytes(replicas).gradient.ranks > 1 {
             MOST_APART
         } else {
-            MOST_IN_FLIGHT
+            MOST_IN_FLIGHT.min(number)
         };
         let gathers = self.divides_from(ZeroStage::OptimizerState, replicas)
             && !self.divides_from(self.params_divided_from(), replicas);

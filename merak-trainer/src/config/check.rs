@@ -321,7 +321,7 @@ fn check_precision(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             !is_tch,
             "half_precision_backend",
             amp,
-            "unless \"compute.backend\" is candle, unset: libtorch computes in the type of the weights",
+            "unset unless \"compute.backend\" is candle: libtorch computes in the type of the weights",
         )?;
     }
     if let Some(scaling) = a.loss_scaling() {
