@@ -170,32 +170,7 @@ impl StageParams {
         optimizer: &ZeroOptimizer,
         room: &StateRoom,
     ) -> Result<Self> {
-        // Elements of each buffer; frozen parameters have a buffer per element type.
-        let mut lens = vec![optimizer.num_params()];
-        let mut trained = trained_pieces(optimizer).into_iter();
-        let mut frozen: Vec<DType> = Vec::new();
-        let place = |param: &Param| {
-            let dtype = param.kept_dtype();
-            if param.trainable {
-                return Place {
-                    buffer: TRAINED,
-                    dtype,
-                    numel: param.local.numel(),
-                    pieces: trained.next().expect("the optimizer has all trained ones"),
-                };
-            }
-            let known = frozen.iter().position(|known| *known == dtype);
-            let index = known.unwrap_or_else(|| {
-                frozen.push(dtype);
-                lens.push(0);
-                frozen.len() - 1
-            });
-            let buffer = TRAINED + 1 + index;
-            let start = lens[buffer];
-            lens[buffer] += param.local.numel();
-            Place::whole(buffer, dtype, start..lens[buffer])
-        };
-        let mut places: Vec<_> = params.iter().map(place).collect();
+        let (mut places, lens) = laid_out(params, optimizer);
         let last_buckets = last_buckets(params, optimizer);
         let mut views = vec![None; params.len()];
         let mut buffers = Vec::with_capacity(lens.len());
@@ -436,6 +411,37 @@ impl ParamMemory {
             look(&pieces.collect::<Vec<_>>());
         });
     }
+}
+
+/// Where each parameter lies, and the elements of each buffer.
+fn laid_out(params: &[Param], optimizer: &ZeroOptimizer) -> (Vec<Place>, Vec<usize>) {
+    // Elements of each buffer; frozen parameters have a buffer per element type.
+    let mut lens = vec![optimizer.num_params()];
+    let mut trained = trained_pieces(optimizer).into_iter();
+    let mut frozen: Vec<DType> = Vec::new();
+    let place = |param: &Param| {
+        let dtype = param.kept_dtype();
+        if param.trainable {
+            return Place {
+                buffer: TRAINED,
+                dtype,
+                numel: param.local.numel(),
+                pieces: trained.next().expect("the optimizer has all trained ones"),
+            };
+        }
+        let known = frozen.iter().position(|known| *known == dtype);
+        let index = known.unwrap_or_else(|| {
+            frozen.push(dtype);
+            lens.push(0);
+            frozen.len() - 1
+        });
+        let buffer = TRAINED + 1 + index;
+        let start = lens[buffer];
+        lens[buffer] += param.local.numel();
+        Place::whole(buffer, dtype, start..lens[buffer])
+    };
+    let places = params.iter().map(place).collect();
+    (places, lens)
 }
 
 fn bytes_of(buffer: &dyn Buffer) -> usize {

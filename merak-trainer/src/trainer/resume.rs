@@ -411,17 +411,9 @@ fn check_optimizer(
     saved: &RunState,
 ) -> Result<()> {
     let path = || checkpoint.path().to_owned();
-    let optimizer = args.zero_config(1).optimizer;
-    let groups = ParamGroups::new(args, &plan.graph);
-    let kept = |param: &Param| match &parts.rule {
-        Some(rule) => rule.state_names().to_vec(),
-        None => {
-            let kinds = optimizer.state_of(&groups.spec(param, 0)).into_iter();
-            kinds.map(|kind| kind.name).collect()
-        }
-    };
+    let kept = state_names(plan, args, parts);
     // As a checkpoint lists them.
-    let names: BTreeSet<_> = plan.trained_params().flat_map(kept).collect();
+    let names: BTreeSet<_> = plan.trained_params().flat_map(&kept).collect();
     let names: Vec<_> = names.into_iter().collect();
     let lacks = |part: String| {
         Err(Error::Resume(ResumeError::MissingPart {
@@ -470,11 +462,31 @@ fn check_optimizer(
     Err(Error::Resume(ResumeError::OtherOptimizer {
         path: path(),
         found: described(saved, &found),
-        expected: match &parts.rule {
-            Some(rule) => described(rule.name(), &names),
-            None => described(args.optim.as_str(), &names),
-        },
+        expected: described(rule_name(args, parts), &names),
     }))
+}
+
+/// The names of what the optimizer keeps for a parameter.
+fn state_names<'a>(
+    plan: &'a Plan,
+    args: &'a CheckedArguments,
+    parts: &'a TrainerParts,
+) -> impl Fn(&Param) -> Vec<&'static str> + 'a {
+    let optimizer = args.zero_config(1).optimizer;
+    let groups = ParamGroups::new(args, &plan.graph);
+    move |param| {
+        if let Some(rule) = &parts.rule {
+            return rule.state_names().to_vec();
+        }
+        let kinds = optimizer.state_of(&groups.spec(param, 0)).into_iter();
+        kinds.map(|kind| kind.name).collect()
+    }
+}
+
+/// The name of the rule of a run.
+fn rule_name<'a>(args: &CheckedArguments, parts: &'a TrainerParts) -> &'a str {
+    let other = parts.rule.as_ref().map(|rule| rule.name());
+    other.unwrap_or(args.optim.as_str())
 }
 
 /// Checks that the data reach the position at which the run goes on.
