@@ -28,7 +28,7 @@ impl UpdateRule for Counted {
         state: &mut [&mut [f32]],
     ) {
         let [count, first, second] = state else {
-            panic!("{} kinds of state", state.len());
+            unreachable!("{} kinds of state", state.len());
         };
         let scalars = AdamStep::new(&self.0, step.lr, step.time, 1.0);
         let scalars = if step.spec.decay {
@@ -44,7 +44,9 @@ impl UpdateRule for Counted {
 
 fn with_rule(optimizer: ZeroOptimizer) -> ZeroOptimizer {
     let rule = Counted(optimizer.config().optimizer.clone());
-    optimizer.with_rule(Arc::new(rule)).unwrap()
+    optimizer
+        .with_rule(Arc::new(rule))
+        .expect("its names of state are legal")
 }
 
 #[test]
@@ -70,7 +72,7 @@ fn a_rule_of_another_program_steps_in_every_stage_as_the_same_rule_of_this_crate
                 let state = other.state();
                 assert_eq!(state.names(), ["count", "first", "second"]);
                 let mut counts = state.slices().filter(|slice| slice.name == "count");
-                assert!(counts.all(|slice| slice.values.iter().all(|&count| count == 3.0)));
+                assert!(counts.all(|slice| slice.values == vec![3.0; slice.values.len()]));
             });
         }
     }

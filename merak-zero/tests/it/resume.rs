@@ -32,7 +32,7 @@ fn load(optimizer: &mut ZeroOptimizer, saved: &Saved) {
                 slice.values.copy_from_slice(&whole[slice.local]);
             }
         })
-        .unwrap();
+        .expect("state in memory");
 }
 
 fn run(optimizer: &mut ZeroOptimizer, weights: &mut Vec<f32>, steps: std::ops::Range<u64>) {
