@@ -238,6 +238,19 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// When a parameter does not fit the buffer or element types are mixed.
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore>;
 
+    /// Lays out trained parameters that are [kept](Param::kept) in 16 bits as copies of `masters`,
+    /// `f32` values of the caller in host memory: the flat buffer of the store writes there, and
+    /// renews the copies. The copies are of zeros at first, as masters that were never written.
+    ///
+    /// # Errors
+    /// As [`Backend::param_store`]; when the masters are not `f32`, or the parameters need none.
+    fn param_copies(
+        &self,
+        params: &[Param],
+        offsets: &[usize],
+        masters: Box<dyn Buffer>,
+    ) -> Result<ParamStore>;
+
     /// Parameters whose elements lie at the given offsets of a buffer, which is theirs from now on.
     /// Where the buffer has another element type than a parameter, its elements are converted.
     ///

@@ -44,8 +44,8 @@ use self::nearest::nearest_key;
 pub use self::{
     checked::CheckedArguments,
     choice::{
-        BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
-        RecomputeMode, ReportTo, TraceMethod,
+        BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, HalfPrecision,
+        Offload, PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
     },
     help::{key_help, key_page},
     inputs::{InputPaths, Mixture, MixturePart},

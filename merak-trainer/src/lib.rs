@@ -88,10 +88,11 @@ mod world;
 pub use config::{
     AdapterName, AutopipeArguments, BackendChoice, Boundaries, CheckedArguments, ComputeArguments,
     ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments,
-    EarlyStop, EngineChoice, Given, InputPath, InputPaths, Key, LrScales, MerakArguments,
-    MetricName, Mixture, MixturePart, ModelArguments, Origin, PartitionMethod, Range, Ratios,
-    RecomputeMode, ReportTo, SeqLength, Temperature, ThreadsPerRank, TokenIds, TokenizerSource,
-    TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES, key_help, key_page, keys,
+    EarlyStop, EngineChoice, Given, HalfPrecision, InputPath, InputPaths, Key, LrScales,
+    MerakArguments, MetricName, Mixture, MixturePart, ModelArguments, Offload, Origin,
+    PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength, Temperature,
+    ThreadsPerRank, TokenIds, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule,
+    VARIABLES, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{

@@ -6,12 +6,11 @@ use crate::{
     config::CheckedArguments,
     error::{Error, Result},
     machine::{free_addresses, memory_bytes, product_addresses},
-    plan::{Forward, Plan},
+    plan::{Forward, ParamGroups, Plan, kept_bytes, param_bytes},
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::input_bytes;
 use merak_trace::{Graph, Op, StageProgram};
-use merak_zero::ZeroStage;
 use std::{fmt, iter};
 use threads::{mapped_bytes, touched_bytes};
 
@@ -37,6 +36,12 @@ pub enum Workload {
 pub struct MemoryNeed {
     /// Its parameters.
     pub weights: usize,
+    /// Optimizer state and masters that lie in files, no part of the sum: the system keeps of them
+    /// in memory what there is room for.
+    pub files: usize,
+    /// Copies of buckets of gradients and parameters on their way between replicas: what they take
+    /// at most, no part of the sum. A trainer reports those of gradients that there were at once.
+    pub exchange: usize,
     /// Their gradients, with one more for each further use of a tied parameter.
     pub gradients: usize,
     /// What the optimizer keeps.
@@ -76,6 +81,10 @@ pub struct RunMemory {
     pub gradients: u64,
     /// What the optimizer keeps.
     pub optimizer: u64,
+    /// Optimizer state and masters that lie in files, no part of the sum.
+    pub files: u64,
+    /// Copies of buckets on their way between replicas, at most; no part of the sum.
+    pub exchange: u64,
     /// Values of the graph, and the memory of freed ones that is kept for the next.
     pub activations: u64,
     /// Stacks of threads, and what each rank holds beside its tensors: scratch memory of kernels,
@@ -129,7 +138,22 @@ impl fmt::Display for RunMemory {
             "of all ranks ({}) weights take {weights}, gradients {gradients}, optimizer state {optimizer}, \
              activations {activations}, threads and programs {threads}, the data {data}",
             self.ranks
-        )
+        )?;
+        if self.exchange > 0 {
+            let exchange = Bytes(self.exchange);
+            write!(
+                f,
+                "; buckets on their way between replicas take up to {exchange} more"
+            )?;
+        }
+        if self.files > 0 {
+            let files = Bytes(self.files);
+            write!(
+                f,
+                "; {files} of optimizer state and masters lie in files under \"output_dir\""
+            )?;
+        }
+        Ok(())
     }
 }
 
@@ -178,6 +202,8 @@ impl Plan {
     ) -> Result<MemoryNeed> {
         let training = self.training_bytes(rank)?;
         let mut need = MemoryNeed {
+            files: self.file_bytes(args, rank)?,
+            exchange: self.exchange_bytes(args, rank)?,
             weights: training.weights,
             gradients: training.gradients,
             optimizer: training.optimizer,
@@ -209,9 +235,30 @@ impl Plan {
         Ok(need)
     }
 
+    /// The copies of buckets that a rank exchanges with its replicas.
+    fn exchange_bytes(&self, args: &CheckedArguments, rank: usize) -> Result<usize> {
+        let programs = self.rank_programs(rank)?;
+        let trained = programs.params.iter().filter(|param| param.trainable);
+        let groups = ParamGroups::new(args, &self.graph);
+        let specs = trained.enumerate();
+        let specs = specs.map(|(index, param)| groups.spec(param, index));
+        let bytes = args
+            .zero_config(1)
+            .exchange_bytes(specs.collect(), args.dp)?;
+        Ok(bytes.sums.saturating_add(bytes.gathers))
+    }
+
+    /// The state and masters that a rank keeps in files.
+    fn file_bytes(&self, args: &CheckedArguments, rank: usize) -> Result<usize> {
+        let sums = self.rank_programs(rank)?.sums();
+        let all = kept_bytes(args, args.dp).held(sums);
+        let in_memory = param_bytes(args, args.dp).held(sums);
+        Ok(all.total() - in_memory.total())
+    }
+
     /// The weights that a rank gathers from its replicas to generate text.
     fn gathered_bytes(&self, args: &CheckedArguments, rank: usize) -> Result<usize> {
-        if args.zero_stage < ZeroStage::Parameters || args.dp == 1 {
+        if kept_bytes(args, args.dp).weight_ranks == 1 {
             return Ok(0);
         }
         let programs = self.rank_programs(rank)?;
@@ -339,6 +386,8 @@ fn of_ranks(
         weights: of_all(|need| need.weights),
         gradients: of_all(|need| need.gradients),
         optimizer: of_all(|need| need.optimizer),
+        files: of_all(|need| need.files),
+        exchange: of_all(|need| need.exchange),
         activations: of_all(|need| need.activations.saturating_add(need.pool)),
         threads,
         data: data.saturating_mul(args.processes_here() as u64),

@@ -14,7 +14,7 @@ pub use merak_partition::{FasterSchedule, Prediction, StageTimes};
 pub use outputs::ForwardOutput;
 
 use crate::{
-    config::{CheckedArguments, PartitionMethod, RecomputeMode, TrainSchedule},
+    config::{CheckedArguments, Offload, PartitionMethod, RecomputeMode, TrainSchedule},
     error::{ConfigError, Error, PlanError, Result},
 };
 use draft::with_adapter;
@@ -28,7 +28,7 @@ use merak_trace::{
     Axis, Node, Op, Param, Shard, StageCuts, StageProgram,
     models::{Head, Objective, TraceOptions},
 };
-use merak_zero::KeptBytes;
+use merak_zero::{KeptBytes, ZeroConfig};
 use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Deref,
@@ -325,9 +325,27 @@ fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
     })
 }
 
-/// What each of `replicas` ranks with the same parameters keeps for an element of them.
+/// What each of `replicas` ranks with the same parameters keeps in memory for an element of them.
 pub(crate) fn param_bytes(args: &CheckedArguments, replicas: usize) -> ParamBytes {
-    let kept = args.zero_config(1).element_bytes(replicas);
+    let kept = kept_bytes(args, replicas);
+    if args.offload() != Some(Offload::Disk) {
+        return kept;
+    }
+    ParamBytes {
+        master: Share::whole(0),
+        state: Share::whole(0),
+        ..kept
+    }
+}
+
+/// The same with what is kept in files.
+pub(crate) fn kept_bytes(args: &CheckedArguments, replicas: usize) -> ParamBytes {
+    kept_under(&args.zero_config(1), replicas)
+}
+
+/// What each of `replicas` ranks keeps for an element under these settings of the optimizer.
+pub(crate) fn kept_under(config: &ZeroConfig, replicas: usize) -> ParamBytes {
+    let kept = config.element_bytes(replicas);
     let share = |kept: KeptBytes| Share {
         bytes: kept.bytes,
         ranks: kept.ranks,

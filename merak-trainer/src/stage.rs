@@ -13,12 +13,12 @@ mod tied;
 pub(crate) use self::{
     gathered::StageValues,
     gradients::grad_store,
-    params::{ParamMemory, StageParams, floats},
+    params::{ParamMemory, StageParams, StateRoom, floats},
 };
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count};
 
 use crate::{
-    config::{BackendChoice, CheckedArguments, Device},
+    config::{BackendChoice, CheckedArguments, Device, Offload},
     error::Result,
     machine::num_cores,
     memory::MemoryNeed,
@@ -32,7 +32,8 @@ use merak_trace::{
     backend::candle::Candle, each_initial_values,
 };
 use merak_zero::{
-    GlobalParams, OptimizerKind, ParamSpec, StepDevice, TensorCut, ZeroGroups, ZeroOptimizer,
+    GlobalParams, OptimizerKind, ParamSpec, StepDevice, TensorCut, UpdateRule, ZeroGroups,
+    ZeroOptimizer,
 };
 use std::sync::Arc;
 
@@ -80,13 +81,14 @@ pub(crate) struct Stage {
 }
 
 impl RankStages {
-    /// Builds the rank's part of the plan; its parameters are without values until
-    /// [`RankStages::draw`].
+    /// Builds the rank's part of the plan, with the rule of another program if there is one; its
+    /// parameters are without values until [`RankStages::draw`].
     pub(crate) fn new(
         plan: Arc<Plan>,
         mpu: Arc<Mpu>,
         args: &CheckedArguments,
         num_threads: usize,
+        rule: Option<&Arc<dyn UpdateRule>>,
     ) -> Result<Self> {
         let Executor {
             backend,
@@ -104,10 +106,15 @@ impl RankStages {
         let model =
             GlobalParams::new(trained.map(|param| (param.name.clone(), param.local.numel())));
         let optimizer = ZeroOptimizer::new(specs, model, args.zero_config(num_threads), groups)?;
-        let optimizer = equipped(optimizer, optimizer_device, num_threads)?
+        let optimizer = match rule {
+            Some(rule) => optimizer.with_rule(Arc::clone(rule))?,
+            None => optimizer,
+        };
+        let room = state_room(args)?;
+        let optimizer = equipped(room.of_state(optimizer)?, optimizer_device, num_threads)?
             .in_tensor_group(mpu.tensor_parallel_group().clone());
 
-        let params = StageParams::new(&*backend, &programs.params, &optimizer)?;
+        let params = StageParams::new(&*backend, &programs.params, &optimizer, &room)?;
         let memory = params.memory();
         let buckets = gathered::Buckets::new(&programs.params, &optimizer, memory, &backend);
         let mut grads = grad_store(&programs, &optimizer, &*backend);
@@ -243,11 +250,14 @@ impl RankStages {
         let buffers = self.grads.buffers.iter();
         let state = self.optimizer.state();
         let elements: usize = state.slices().map(|slice| slice.values.len()).sum();
+        let in_files = state.num_in_files();
         let resident = self.buckets.as_ref().map_or(0, |b| b.num_resident_bytes());
         MemoryNeed {
             weights: self.params.num_bytes() + resident,
             gradients: buffers.map(|b| b.len() * b.dtype().size_bytes()).sum(),
-            optimizer: elements * size_of::<f32>(),
+            optimizer: (elements - in_files) * size_of::<f32>(),
+            exchange: self.optimizer.most_summed_bytes(),
+            files: in_files * size_of::<f32>() + self.params.num_file_bytes(),
             // The backend counts gathered weights as activations.
             activations: self.peak_activation_bytes().saturating_sub(resident),
             pool: 0,
@@ -358,6 +368,15 @@ impl Drop for HeldParams {
     }
 }
 
+/// Where the optimizer's state and the masters lie.
+fn state_room(args: &CheckedArguments) -> Result<StateRoom> {
+    Ok(match args.offload() {
+        None => StateRoom::Beside,
+        Some(Offload::Host) => StateRoom::Host,
+        Some(Offload::Disk) => StateRoom::Files(args.run_folder()?),
+    })
+}
+
 /// The backend of a rank's nodes, and the device that steps its parameters in place.
 pub(crate) struct Executor {
     pub(crate) backend: SharedBackend,
@@ -379,7 +398,17 @@ impl Executor {
                     optimizer_device: None,
                 })
             }
-            BackendChoice::Tch => Self::on_tch(args.compute.device, place, num_threads),
+            BackendChoice::Tch => {
+                let executor = Self::on_tch(args.compute.device, place, num_threads)?;
+                Ok(match args.offload() {
+                    None => executor,
+                    // The state lies in host memory, where the optimizer steps without a device.
+                    Some(_) => Self {
+                        optimizer_device: None,
+                        ..executor
+                    },
+                })
+            }
         }
     }
 

@@ -9,6 +9,7 @@ mod divergence;
 mod early_stopping;
 mod evaluation;
 mod generation;
+mod notes;
 mod prediction;
 mod progress;
 mod resume;
@@ -39,7 +40,7 @@ pub use times::{Breakdown, RankTimes, StepProfile};
 use crate::{
     config::{CheckedArguments, Device},
     data::{Collator, DataFingerprint, Dataset, Loader},
-    error::{Error, PlanError, Result, StepPart},
+    error::{ConfigError, Error, PlanError, Result, StepPart},
     memory::MemoryNeed,
     plan::Plan,
     stage::RankStages,
@@ -48,7 +49,7 @@ use crate::{
 use merak_mpu::{Group, Mpu};
 use merak_partition::PartitionReport;
 use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
-use merak_trace::{Units, backend::candle::Products};
+use merak_zero::UpdateRule;
 use std::{
     collections::BTreeMap,
     fmt,
@@ -83,6 +84,10 @@ pub struct TrainerParts {
     /// Metrics of evaluations besides the built-in ones, computed on rank 0 from the predictions of
     /// all samples: class probabilities or token losses, with `return_logits` logits.
     pub compute_metrics: Option<ComputeMetrics>,
+    /// An update rule of the program, in place of that of `optim`. The plan counts the state of
+    /// `optim`. From ZeRO stage 1 on with several replicas it needs
+    /// `zero_allow_untested_optimizer`.
+    pub rule: Option<Arc<dyn UpdateRule>>,
     /// Observers of the run.
     pub callbacks: Vec<Box<dyn Callback>>,
 }
@@ -190,6 +195,7 @@ impl MerakTrainer {
         if parts.num_threads == 0 {
             parts.num_threads = threads_per_rank(args);
         }
+        check_rule(args, &parts)?;
         if parts.compute_metrics.is_none() {
             Self::check_metric(&plan, args)?;
         }
@@ -198,7 +204,7 @@ impl MerakTrainer {
         let progress = RunProgress::new(Course::new(args, &parts)?);
         let mut trainer = Self {
             args: args.clone(),
-            stages: RankStages::new(plan, mpu, args, parts.num_threads)?,
+            stages: RankStages::new(plan, mpu, args, parts.num_threads, parts.rule.as_ref())?,
             engine,
             link,
             loader: None,
@@ -223,20 +229,8 @@ impl MerakTrainer {
     /// Takes the weights that the run starts with: those of a checkpoint, of `model.hf_dir`, or
     /// fresh ones.
     fn start(&mut self) -> Result<()> {
-        let mpu = &self.stages.mpu;
-        let (zero_stage, pp) = (u8::from(self.args.zero_stage), self.args.pp);
-        if zero_stage >= 2 && pp > 1 && self.args.dp > 1 && mpu.is_rank_0() {
-            tracing::warn!(
-                zero_stage,
-                pp,
-                "with several pipeline stages every microbatch is reduced apart: zero_stage 1 sends less"
-            );
-        }
-        let units = Units::of_processor().min(self.args.compute.units.into());
-        if self.args.products() == Products::Rounded && units == Units::None && mpu.is_rank_0() {
-            tracing::warn!(
-                "no unit for products of bf16 is here, or \"compute.units\" leaves it out: \"bf16\" takes as long as f32"
-            );
+        if self.stages.mpu.is_rank_0() {
+            notes::warn(&self.args);
         }
         let resumed = match self.args.resume_from_checkpoint.clone() {
             Some(from) => self.resume(&from)?,
@@ -645,6 +639,21 @@ fn turns<'a>(mpu: &'a Mpu, args: &CheckedArguments) -> &'a Group {
         mpu.stage_group()
     } else {
         mpu.tensor_parallel_group()
+    }
+}
+
+/// Refuses an untested rule whose state replicas divide.
+fn check_rule(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
+    let divides = args.zero_config(1).element_bytes(args.dp).state.ranks > 1;
+    match &parts.rule {
+        Some(rule) if divides && !args.zero_allow_untested_optimizer => {
+            Err(Error::Config(ConfigError::UntestedOptimizer {
+                name: rule.name().to_owned(),
+                stage: u8::from(args.zero_stage),
+                replicas: args.dp,
+            }))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -1,7 +1,8 @@
 //! Steps on buffers in the memory of a device, without a detour through host memory.
 
 use crate::{
-    Error, FlatLayout, OptimizerConfig, OptimizerKind, Result, layout::Extent, state::OwnedState,
+    Error, FlatLayout, OptimizerConfig, OptimizerKind, Result, layout::Extent, mapped::Floats,
+    state::OwnedState,
 };
 use merak_mpu::Buffer;
 use std::{fmt, ops::Range, sync::Arc};
@@ -139,7 +140,7 @@ impl DeviceState {
     }
 
     /// Replaces the state by a copy of these values of host memory.
-    pub(crate) fn write(&mut self, values: &[Arc<Vec<f32>>]) {
+    pub(crate) fn write(&mut self, values: &[Arc<Floats>]) {
         for (buffer, values) in self.values.iter_mut().zip(values) {
             crate::flat::write(&mut **buffer, |to| to.copy_from_slice(values));
         }

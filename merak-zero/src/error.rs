@@ -2,6 +2,7 @@
 
 use crate::DeviceError;
 use merak_mpu::DType;
+use std::{io, path::PathBuf};
 
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -148,6 +149,16 @@ pub enum Error {
         what: &'static str,
         /// What the device reports.
         source: DeviceError,
+    },
+    /// A file for optimizer state or masters cannot be had.
+    #[error("a file of {bytes} bytes for optimizer state or masters cannot be made in {}", folder.display())]
+    StateFile {
+        /// The folder.
+        folder: PathBuf,
+        /// The size of the file.
+        bytes: usize,
+        /// Why not.
+        source: io::Error,
     },
     /// A collective failed.
     #[error("{during} failed")]

@@ -9,9 +9,9 @@ use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp, into_vec};
 use std::collections::VecDeque;
 
 /// Most buckets whose sums are under way at once: each has a copy of its gradients.
-const MOST_IN_FLIGHT: usize = 4;
+pub(crate) const MOST_IN_FLIGHT: usize = 4;
 /// The same where gradients are divided, whose buckets are the most that a rank has of them.
-const MOST_APART: usize = 2;
+pub(crate) const MOST_APART: usize = 2;
 
 /// Reduces gradients over the data x sequence group, and starts to gather parameters.
 ///
@@ -37,6 +37,8 @@ pub(crate) struct Exchange {
     given: Vec<bool>,
     /// Memory of finished collectives, for the next ones.
     spare: Vec<Vec<f32>>,
+    /// The most elements that copies under way and such memory had at once.
+    most_elements: usize,
 }
 
 impl Exchange {
@@ -47,7 +49,7 @@ impl Exchange {
             1.0 => (1.0 / n, 1.0),
             factor => (1.0 / factor, factor / n),
         };
-        let is_divided = |from: ZeroStage| config.stage >= from && group.world_size() > 1;
+        let is_divided = |from| config.divides_from(from, group.world_size());
         let extent = |from| {
             if is_divided(from) {
                 Extent::Owned
@@ -74,6 +76,7 @@ impl Exchange {
             ready: VecDeque::new(),
             given: vec![false; layout.buckets().len()],
             spare: Vec::new(),
+            most_elements: 0,
         }
     }
 
@@ -120,6 +123,11 @@ impl Exchange {
 
     pub(crate) fn group(&self) -> &Group {
         &self.group
+    }
+
+    /// The most bytes of copies of gradients that this rank has had at once.
+    pub(crate) fn most_bytes(&self) -> usize {
+        self.most_elements * size_of::<f32>()
     }
 
     /// Whether a bucket was given to start in this step.
@@ -185,6 +193,8 @@ impl Exchange {
         let bucket = &layout.buckets()[index];
         let mut copy = self.spare.pop().unwrap_or_default();
         copy.clear();
+        // Memory that grows by doubling would take more than its bucket.
+        copy.reserve_exact(bucket.flat.len());
         copy.extend_from_slice(&grads[bucket.flat.clone()]);
         scale(&mut copy, self.scale_before);
         self.start_sum(index, layout, copy)
@@ -201,6 +211,11 @@ impl Exchange {
         };
         let pending = pending.map_err(Error::communication("gradient reduction"))?;
         self.in_flight.push_back((index, pending));
+        let under_way = self.in_flight.iter();
+        let under_way = under_way.map(|(bucket, _)| layout.buckets()[*bucket].flat.len());
+        let spare = self.spare.iter().map(Vec::capacity);
+        let elements = under_way.chain(spare).sum();
+        self.most_elements = self.most_elements.max(elements);
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use std::{collections::VecDeque, ops::Range};
 const GATHERING: &str = "gathering of parameters";
 
 /// Most chunks that are under way at once: each has a copy of its parameters.
-const MOST_IN_FLIGHT: usize = 2;
+pub(crate) const MOST_GATHERED: usize = 2;
 
 /// Gathers buckets of parameters that the ranks of a data x sequence group divide among themselves.
 ///
@@ -148,7 +148,7 @@ impl Arrivals {
 
     /// Starts the next collectives, as many as may be under way.
     pub(crate) fn start(&mut self, params: &dyn Buffer) -> Result<()> {
-        while self.under_way.len() < MOST_IN_FLIGHT
+        while self.under_way.len() < MOST_GATHERED
             && let Some(chunk) = self.waiting.pop_front()
         {
             let own = chunk.pieces[self.group.rank()].clone();

@@ -41,6 +41,9 @@
 //! - [`TensorOptimizer`]: the same over the tensors of another library, each by its name.
 //! - [`OptimizerConfig`] chooses the rule; [`adam_update`], [`sgd_update`] and [`lion_update`] are
 //!   rules themselves, over plain slices. [`MatrixProducts`] multiplies the matrices of Muon.
+//! - [`UpdateRule`] is a rule of another program.
+//! - [`MappedFloats`] are numbers in a file that is mapped into memory, as the state is after
+//!   [`ZeroOptimizer::on_disk`].
 //! - [`StepDevice`] steps buffers in the memory of a device, where the state then lies too.
 //! - [`OwnedState`] is what a checkpoint saves, [`Progress`] how far the optimizer has come.
 //! - [`LossScaler`] is the scale of the loss under f16; the optimizer steps it and divides
@@ -122,6 +125,7 @@ mod gathering;
 mod layout;
 mod learning_rate;
 mod loss_scaler;
+mod mapped;
 mod norm;
 mod optimizer;
 mod params;
@@ -132,6 +136,7 @@ mod state;
 mod tch;
 mod tensors;
 mod update;
+mod update_rule;
 mod whole;
 mod zero_config;
 mod zero_optimizer;
@@ -145,6 +150,7 @@ pub use learning_rate::{
     DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, NumberKwarg, warmup_steps,
 };
 pub use loss_scaler::{DynamicScaling, LossScaler, LossScaling, ScalerState};
+pub use mapped::MappedFloats;
 pub use norm::{GradNorm, sums_of_squares};
 pub use optimizer::{
     AdamStep, LionStep, OptimizerConfig, OptimizerKind, SgdStep, StateKind, adam_update,
@@ -155,7 +161,8 @@ pub use products::{Matrix, MatrixProducts, PlainProducts};
 pub use stage::ZeroStage;
 pub use state::{OwnedState, StateSlice};
 pub use tensors::TensorOptimizer;
-pub use zero_config::{ElementBytes, KeptBytes, ZeroConfig, ZeroGroups};
+pub use update_rule::{RuleStep, UpdateRule};
+pub use zero_config::{ElementBytes, ExchangeBytes, KeptBytes, ZeroConfig, ZeroGroups};
 pub use zero_optimizer::{Progress, UpdateReport, ZeroOptimizer};
 
 #[cfg(doctest)]

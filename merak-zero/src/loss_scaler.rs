@@ -49,16 +49,14 @@ impl LossScaling {
         let largest = power(MAX_POWER);
         let (setting, found, expected) = match *self {
             Self::Fixed(scale) if !(1.0 / largest..=largest).contains(&scale) => {
-                ("loss_scale", scale, "from 2^-100 to 2^100")
+                ("scale", scale, "from 2^-100 to 2^100")
             }
             Self::Dynamic(dynamic) if dynamic.initial_power > MAX_POWER => (
-                "initial_scale_power",
+                "initial_power",
                 f64::from(dynamic.initial_power),
                 "from 0 to 100",
             ),
-            Self::Dynamic(DynamicScaling { window: 0, .. }) => {
-                ("loss_scale_window", 0.0, "at least 1")
-            }
+            Self::Dynamic(DynamicScaling { window: 0, .. }) => ("window", 0.0, "at least 1"),
             Self::Dynamic(DynamicScaling { hysteresis: 0, .. }) => {
                 ("hysteresis", 0.0, "at least 1")
             }
@@ -66,9 +64,9 @@ impl LossScaling {
                 if !(1.0..=self.initial()).contains(&(dynamic.min_scale as f64)) =>
             {
                 (
-                    "min_loss_scale",
+                    "min_scale",
                     dynamic.min_scale as f64,
-                    "at least 1 and at most the first scale, 2^`initial_scale_power`",
+                    "at least 1 and at most the first scale, 2^`initial_power`",
                 )
             }
             _ => return Ok(()),
@@ -334,24 +332,21 @@ mod tests {
         let cases = [
             (
                 LossScaling::Fixed(0.0),
-                "`loss_scale` is 0, expected from 2^-100 to 2^100",
+                "`scale` is 0, expected from 2^-100 to 2^100",
             ),
             (
                 LossScaling::Fixed(f64::NAN),
-                "`loss_scale` is NaN, expected from 2^-100 to 2^100",
+                "`scale` is NaN, expected from 2^-100 to 2^100",
             ),
             (
                 from(101, 1, 1, 1),
-                "`initial_scale_power` is 101, expected from 0 to 100",
+                "`initial_power` is 101, expected from 0 to 100",
             ),
-            (
-                from(0, 0, 1, 1),
-                "`loss_scale_window` is 0, expected at least 1",
-            ),
+            (from(0, 0, 1, 1), "`window` is 0, expected at least 1"),
             (from(0, 1, 0, 1), "`hysteresis` is 0, expected at least 1"),
             (
                 from(3, 1, 1, 9),
-                "`min_loss_scale` is 9, expected at least 1 and at most the first scale, 2^`initial_scale_power`",
+                "`min_scale` is 9, expected at least 1 and at most the first scale, 2^`initial_power`",
             ),
         ];
         for (scaling, expected) in cases {

@@ -334,7 +334,7 @@ pub struct StateKind {
 }
 
 impl StateKind {
-    const fn of(name: &'static str) -> Self {
+    pub(crate) const fn of(name: &'static str) -> Self {
         Self {
             name,
             without: None,
@@ -357,7 +357,7 @@ impl StateKind {
 }
 
 /// The most kinds of state that a rule keeps for a parameter.
-pub(crate) const MAX_STATES: usize = 2;
+pub(crate) const MAX_STATES: usize = 4;
 
 /// An update rule of one parameter with every scalar of one step worked out.
 #[derive(Debug, Clone, Copy)]
@@ -368,6 +368,16 @@ pub(crate) enum Rule {
     Lamb(LambStep),
     Adafactor(AdafactorStep),
     Muon(MuonStep),
+    /// That of another program.
+    Other(OtherStep),
+}
+
+/// The scalars of a step by a rule of another program.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OtherStep {
+    pub(crate) lr: f64,
+    pub(crate) time: u64,
+    pub(crate) grad_scale: f64,
 }
 
 /// A parameter, or this rank's piece of it, that is stepped as a whole.
@@ -376,6 +386,8 @@ pub(crate) struct Tensor<'a> {
     pub(crate) spec: &'a ParamSpec,
     pub(crate) param: &'a mut [f32],
     pub(crate) grad: &'a [f32],
+    /// The place of the first element among those of the parameter on this rank.
+    pub(crate) first: usize,
     /// In the order of [`OptimizerConfig::state_of`].
     pub(crate) state: [&'a mut [f32]; MAX_STATES],
 }

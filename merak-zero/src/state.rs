@@ -1,11 +1,12 @@
 //! What an optimizer keeps for the elements that its rank owns.
 
 use crate::{
-    Block, FlatLayout, OptimizerConfig, flat,
+    Block, FlatLayout, OptimizerConfig, ParamSpec, Result, flat,
     layout::Extent,
+    mapped::{Floats, MappedFloats},
     optimizer::{MAX_STATES, StateKind},
 };
-use std::{ops::Range, sync::Arc};
+use std::{ops::Range, path::Path, sync::Arc};
 
 /// The optimizer state of one rank: the values that the rule keeps for what the rank owns.
 ///
@@ -20,7 +21,7 @@ pub struct OwnedState {
     runs: Vec<Run>,
     names: &'static [&'static str],
     /// One vector per name, of the owned elements in flat order.
-    values: Vec<Arc<Vec<f32>>>,
+    values: Vec<Arc<Floats>>,
 }
 
 /// Adjacent blocks of one parameter, and what is kept for them.
@@ -64,7 +65,18 @@ pub struct StateSlice<V> {
 impl OwnedState {
     /// Zeroed state for what lies in `blocks`.
     pub(crate) fn new(blocks: Vec<Block>, layout: &FlatLayout, config: &OptimizerConfig) -> Self {
-        let (mut runs, names) = (join(&blocks), config.state_names());
+        let kinds = |spec: &ParamSpec| config.state_of(spec);
+        Self::of_kinds(blocks, layout, config.state_names(), kinds)
+    }
+
+    /// Zeroed state of these names, of which `kinds` gives those of a parameter.
+    pub(crate) fn of_kinds(
+        blocks: Vec<Block>,
+        layout: &FlatLayout,
+        names: &'static [&'static str],
+        kinds: impl Fn(&ParamSpec) -> Vec<StateKind>,
+    ) -> Self {
+        let mut runs = join(&blocks);
         let mut ends = vec![0; names.len()];
         for run in &mut runs {
             let spec = &layout.params()[run.param];
@@ -85,10 +97,10 @@ impl OwnedState {
                     packed: start..*end,
                 }
             };
-            run.kept = config.state_of(spec).into_iter().map(kept).collect();
+            run.kept = kinds(spec).into_iter().map(kept).collect();
         }
         Self {
-            values: ends.iter().map(|&len| Arc::new(vec![0.0; len])).collect(),
+            values: ends.iter().map(|&len| in_memory(vec![0.0; len])).collect(),
             blocks,
             runs,
             names,
@@ -106,12 +118,37 @@ impl OwnedState {
     /// The same with values, one vector per name.
     pub(crate) fn with_values(&self, values: Vec<Vec<f32>>) -> Self {
         Self {
-            values: values.into_iter().map(Arc::new).collect(),
+            values: values.into_iter().map(in_memory).collect(),
             ..self.clone()
         }
     }
 
-    pub(crate) fn values(&self) -> &[Arc<Vec<f32>>] {
+    /// Moves values that are in memory into files of a folder. Those in a file that a snapshot has
+    /// too go on in a file of their own: a change would move them into memory.
+    pub(crate) fn keep_in_files(&mut self, folder: &Path) -> Result<()> {
+        for values in &mut self.values {
+            let is_alone = Arc::get_mut(values).is_some();
+            if is_alone && matches!(**values, Floats::InFile(_)) {
+                continue;
+            }
+            let mut file = MappedFloats::zeros(folder, values.len())?;
+            // Zeros that were never written take no memory, and the file has them already.
+            if values.iter().any(|value| value.to_bits() != 0) {
+                file.copy_from_slice(values);
+            }
+            *values = Arc::new(Floats::InFile(file));
+        }
+        Ok(())
+    }
+
+    /// The number of values that lie in files.
+    pub fn num_in_files(&self) -> usize {
+        let in_file = |values: &&Arc<Floats>| matches!(&***values, Floats::InFile(_));
+        let files = self.values.iter().filter(in_file);
+        files.map(|values| values.len()).sum()
+    }
+
+    pub(crate) fn values(&self) -> &[Arc<Floats>] {
         &self.values
     }
 
@@ -159,7 +196,7 @@ impl OwnedState {
         let kinds = self.names.iter().zip(&mut self.values);
         kinds.flat_map(move |(name, values)| {
             let ranges = kept_as(runs, name).map(|(_, kept)| kept.packed.clone());
-            let values: &mut Vec<f32> = Arc::make_mut(values);
+            let values: &mut [f32] = &mut *Arc::make_mut(values);
             let pieces = flat::carve(values, ranges);
             let kept = kept_as(runs, name).zip(pieces);
             kept.map(|((run, kept), values)| kept.slice(run, values))
@@ -177,7 +214,7 @@ impl OwnedState {
         for (name, values) in self.names.iter().zip(&mut self.values) {
             let slot_of = |run: &Run| run.kept.iter().position(|kept| kept.kind.name == *name);
             let ranges = kept_as(runs, name).map(|(_, kept)| kept.packed.clone());
-            let values: &mut Vec<f32> = Arc::make_mut(values);
+            let values: &mut [f32] = &mut *Arc::make_mut(values);
             let mut pieces = flat::carve(values, ranges).into_iter();
             for (run, slots) in runs.iter().zip(&mut all) {
                 if let Some(slot) = slot_of(run) {
@@ -189,7 +226,16 @@ impl OwnedState {
     }
 }
 
+fn in_memory(values: Vec<f32>) -> Arc<Floats> {
+    Arc::new(Floats::InMemory(values))
+}
+
 impl Run {
+    /// The place of its first element among those of the parameter on this rank.
+    pub(crate) fn first(&self) -> usize {
+        self.local.start
+    }
+
     /// Where it lies in a flat buffer.
     pub(crate) fn place(&self, extent: Extent) -> Range<usize> {
         match extent {
@@ -244,7 +290,7 @@ fn join(blocks: &[Block]) -> Vec<Run> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{OptimizerKind, ParamSpec};
+    use crate::OptimizerKind;
 
     #[test]
     fn a_clone_keeps_its_values_when_the_original_goes_on() {
@@ -257,7 +303,7 @@ mod tests {
         let shared = |a: &OwnedState, b: &OwnedState| Arc::ptr_eq(&a.values[0], &b.values[0]);
         let snapshot = state.clone();
         assert!(shared(&state, &snapshot));
-        let (_, [values, _]) = state.runs_and_values().next().unwrap();
+        let (_, [values, ..]) = state.runs_and_values().next().unwrap();
         values.fill(1.0);
         assert!(!shared(&state, &snapshot));
         let first = |state: &OwnedState| state.slices().next().unwrap().values.to_vec();

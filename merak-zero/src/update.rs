@@ -1,7 +1,8 @@
 //! One update of what a rank owns.
 
 use crate::{
-    MatrixProducts, NORM_BLOCK, OwnedState, ParamSpec, Result, adam_update, flat,
+    MatrixProducts, NORM_BLOCK, OwnedState, ParamSpec, Result, RuleStep, UpdateRule, adam_update,
+    flat,
     layout::Extent,
     lion_update,
     optimizer::{LambStep, MAX_STATES, Rule, Tensor, adafactor, muon},
@@ -32,6 +33,7 @@ pub(crate) fn owned<'a>(
         spec: &specs[run.param],
         param,
         grad: &grads[run.place(kept)],
+        first: run.first(),
         state,
     };
     runs.map(|(run, param)| (rules[run.0.param], tensor((run, param))))
@@ -46,13 +48,31 @@ pub(crate) fn step_elements(owned: &mut [Owned<'_>], threads: usize) {
         blocks.map(|block| (*rule, block))
     });
     flat::for_each(threads, jobs.collect(), |(rule, block)| {
-        let (param, grad, [first, second]): BlockOf<'_> = block;
+        let (param, grad, [first, second, ..]): BlockOf<'_> = block;
         match rule {
             Rule::Adam(step) => adam_update(param, grad, first, second, &step),
             Rule::Sgd(step) => sgd_update(param, grad, first, &step),
             Rule::Lion(step) => lion_update(param, grad, first, &step),
-            Rule::Lamb(_) | Rule::Adafactor(_) | Rule::Muon(_) => {}
+            Rule::Lamb(_) | Rule::Adafactor(_) | Rule::Muon(_) | Rule::Other(_) => {}
         }
+    });
+}
+
+/// Steps every parameter by a rule of another program.
+pub(crate) fn step_others(owned: &mut [Owned<'_>], other: &dyn UpdateRule, threads: usize) {
+    let num_states = other.state_names().len();
+    flat::for_each(threads, owned.iter_mut().collect(), |(rule, tensor)| {
+        let Rule::Other(step) = rule else { return };
+        let scale = step.grad_scale as f32;
+        let grads: Vec<f32> = tensor.grad.iter().map(|g| g * scale).collect();
+        let step = RuleStep {
+            spec: tensor.spec,
+            first: tensor.first,
+            lr: step.lr,
+            time: step.time,
+        };
+        let mut state = tensor.state.each_mut().map(|kept| &mut **kept);
+        other.step(&step, tensor.param, &grads, &mut state[..num_states]);
     });
 }
 
@@ -68,7 +88,7 @@ pub(crate) fn lamb_moments(owned: &mut [Owned<'_>], threads: usize) -> [Vec<f64>
         threads,
         jobs,
         |(sums, (step, block)): (&mut [f64; 2], _)| {
-            let (param, grad, [first, second]): BlockOf<'_> = block;
+            let (param, grad, [first, second, ..]): BlockOf<'_> = block;
             *sums = LambStep::update_moments(&step, param, grad, first, second);
         },
     );
@@ -86,7 +106,7 @@ pub(crate) fn step_lamb(
         (step, step_size, block)
     });
     flat::for_each(threads, jobs.collect(), |(step, step_size, block)| {
-        let (param, _, [first, second]): BlockOf<'_> = block;
+        let (param, _, [first, second, ..]): BlockOf<'_> = block;
         step.update(param, first, second, step_size);
     });
 }
@@ -106,7 +126,7 @@ pub(crate) fn step_tensors(
         match rule {
             Rule::Adafactor(step) => factored.push((tensor, step)),
             Rule::Muon(step) => matrices.push((tensor, step)),
-            Rule::Adam(_) | Rule::Sgd(_) | Rule::Lion(_) | Rule::Lamb(_) => {}
+            Rule::Adam(_) | Rule::Sgd(_) | Rule::Lion(_) | Rule::Lamb(_) | Rule::Other(_) => {}
         }
     }
     adafactor::step(factored, holders, threads)?;
@@ -130,12 +150,13 @@ fn lamb_blocks<'a>(
 /// The norm blocks of a run, which begins with one.
 fn blocks<'a>(tensor: &'a mut Tensor<'_>) -> impl Iterator<Item = BlockOf<'a>> {
     let params = tensor.param.chunks_mut(NORM_BLOCK);
-    let [first, second] = &mut tensor.state;
-    let (mut first, mut second) = (first.chunks_mut(NORM_BLOCK), second.chunks_mut(NORM_BLOCK));
+    let state = tensor.state.each_mut();
+    let mut state = state.map(|kept| kept.chunks_mut(NORM_BLOCK));
     params
         .zip(tensor.grad.chunks(NORM_BLOCK))
         .map(move |(param, grad)| {
-            let state = [&mut first, &mut second].map(|kept| kept.next().unwrap_or_default());
+            let state = state.each_mut();
+            let state = state.map(|kept| kept.next().unwrap_or_default());
             (param, grad, state)
         })
 }

@@ -1,6 +1,10 @@
 //! How an optimizer reduces, clips and steps, and with whom.
 
-use crate::{Error, LossScaling, OptimizerConfig, Result, ZeroStage};
+use crate::{
+    Error, FlatLayout, LossScaling, OptimizerConfig, ParamSpec, Result, ZeroStage,
+    exchange::{MOST_APART, MOST_IN_FLIGHT},
+    gathering::MOST_GATHERED,
+};
 use merak_mpu::Group;
 
 /// How an optimizer reduces, clips and steps.
@@ -21,7 +25,8 @@ pub struct ZeroConfig {
     pub gather_bucket_size: usize,
     /// Whether gradients are divided before the sum over ranks, not only after it.
     pub prescale_gradients: bool,
-    /// The divisor before the sum; 1 stands for the number of ranks.
+    /// The divisor before the sum, of which the division after it makes up the number of ranks; 1
+    /// stands for the number of ranks.
     pub gradient_predivide_factor: f64,
     /// Whether parameters are masters of weights that the caller keeps in 16 bits. From stage 1 on
     /// each rank then keeps the masters that it owns alone, and the ranks gather weights.
@@ -59,8 +64,8 @@ impl ZeroConfig {
             .iter()
             .try_for_each(LossScaling::validate)?;
         let factor = self.gradient_predivide_factor;
-        // Gradients are scaled by it and by its inverse, both of which must be numbers of `f32`.
-        let factor_legal = (1.0..=1e9).contains(&factor);
+        // Gradients are scaled by its inverse and by it, both of which must be numbers of `f32`.
+        let factor_legal = (1e-9..=1e9).contains(&factor);
         let factor_used = self.prescale_gradients || factor == 1.0;
         let (reduce, gather) = (self.reduce_bucket_size, self.gather_bucket_size);
         for (setting, found, legal, expected) in [
@@ -92,7 +97,7 @@ impl ZeroConfig {
                 "gradient_predivide_factor",
                 factor,
                 factor_legal,
-                "from 1 to 1e9",
+                "from 1e-9 to 1e9",
             ),
             (
                 "gradient_predivide_factor",
@@ -137,6 +142,20 @@ pub struct ElementBytes {
 }
 
 impl ZeroConfig {
+    /// Whether `replicas` ranks with the same parameters divide what the stages from this one on
+    /// divide.
+    pub(crate) fn divides_from(&self, first: ZeroStage, replicas: usize) -> bool {
+        self.stage >= first && replicas > 1
+    }
+
+    /// Whether one of `replicas` ranks with the same parameters waits for the others within a
+    /// forward or backward pass: for gradients where these are divided, for parameters where those
+    /// are.
+    pub fn waits_in_passes(&self, replicas: usize) -> bool {
+        let first = ZeroStage::Gradients.min(self.params_divided_from());
+        self.divides_from(first, replicas)
+    }
+
     /// The first stage whose ranks keep the parameters that they own alone.
     pub(crate) fn params_divided_from(&self) -> ZeroStage {
         if self.has_masters {
@@ -158,7 +177,13 @@ impl ZeroConfig {
     /// ```
     pub fn element_bytes(&self, replicas: usize) -> ElementBytes {
         let float = size_of::<f32>();
-        let divided_from = |first| if self.stage >= first { replicas } else { 1 };
+        let divided_from = |first| {
+            if self.divides_from(first, replicas) {
+                replicas
+            } else {
+                1
+            }
+        };
         ElementBytes {
             weight_ranks: divided_from(ZeroStage::Parameters),
             master: KeptBytes {
@@ -174,6 +199,65 @@ impl ZeroConfig {
                 ranks: divided_from(ZeroStage::OptimizerState),
             },
         }
+    }
+}
+
+/// Bytes of the copies of buckets that are on their way between ranks with the same parameters, at
+/// most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ExchangeBytes {
+    /// Gradients whose sum is under way. In stages 0 and 1 their memory stays for the next step.
+    pub sums: usize,
+    /// Parameters that other ranks have stepped, under way and received, beside this rank's part.
+    pub gathers: usize,
+}
+
+impl ZeroConfig {
+    /// How parameters lie in the buckets of `replicas` ranks.
+    pub(crate) fn layout(&self, params: Vec<ParamSpec>, replicas: usize) -> Result<FlatLayout> {
+        let is_whole = |spec: &ParamSpec| self.optimizer.needs_whole(spec);
+        // A bucket that ranks wait for within a pass comes and goes as a whole.
+        let layout = if self.waits_in_passes(replicas) {
+            FlatLayout::with_whole_buckets
+        } else {
+            FlatLayout::with_whole
+        };
+        layout(params, self.reduce_bucket_size, replicas, is_whole)
+    }
+
+    /// What `replicas` ranks with these parameters keep of them for the exchange of buckets, at
+    /// most.
+    ///
+    /// # Errors
+    /// As [`FlatLayout::new`].
+    pub fn exchange_bytes(&self, params: Vec<ParamSpec>, replicas: usize) -> Result<ExchangeBytes> {
+        if replicas == 1 {
+            return Ok(ExchangeBytes::default());
+        }
+        let layout = self.layout(params, replicas)?;
+        let lens = layout.buckets().iter().map(|bucket| bucket.flat.len());
+        let (number, largest) = (layout.buckets().len(), lens.max().unwrap_or(0));
+        let bytes = |copies: usize, elements: usize| {
+            copies.saturating_mul(elements.saturating_mul(size_of::<f32>()))
+        };
+        // Each microbatch sums divided gradients, so both sums may be those of one bucket.
+        let summed = if self.element_bytes(replicas).gradient.ranks > 1 {
+            MOST_APART
+        } else {
+            MOST_IN_FLIGHT.min(number)
+        };
+        let gathers = self.divides_from(ZeroStage::OptimizerState, replicas)
+            && !self.divides_from(self.params_divided_from(), replicas);
+        let piece = (self.gather_bucket_size / replicas).max(1);
+        let gathered = largest.min(piece.saturating_mul(replicas));
+        Ok(ExchangeBytes {
+            sums: bytes(summed, largest),
+            gathers: if gathers {
+                bytes(MOST_GATHERED, gathered + gathered.min(piece))
+            } else {
+                0
+            },
+        })
     }
 }
 

@@ -2,21 +2,26 @@
 
 use crate::{
     Block, Error, FlatLayout, GlobalParams, GradNorm, LossScaler, MatrixProducts, OptimizerKind,
-    ParamSpec, PlainProducts, Result, ScalerState, Step, StepDevice, ZeroConfig, ZeroGroups,
-    ZeroStage,
+    ParamSpec, PlainProducts, Result, ScalerState, Step, StepDevice, UpdateRule, ZeroConfig,
+    ZeroGroups,
     device::DeviceState,
     exchange::Exchange,
     flat,
     gathering::{Arrivals, Gatherer},
     layout::Extent,
     norm,
+    optimizer::{OtherStep, Rule, StateKind},
     state::OwnedState,
-    update,
+    update, update_rule,
     whole::PieceHolders,
 };
 use merak_mpu::{Buffer, Group};
 use serde::{Deserialize, Serialize};
-use std::{borrow::Cow, sync::Arc};
+use std::{
+    borrow::Cow,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 /// How far an optimizer has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -66,10 +71,14 @@ pub struct ZeroOptimizer {
     /// The ranks that hold the pieces of the same parameters, if any is cut.
     tensor_group: Option<Group>,
     products: Arc<dyn MatrixProducts>,
+    /// The rule, if it is another program's.
+    rule: Option<Arc<dyn UpdateRule>>,
     exchange: Exchange,
     state: OwnedState,
     /// Where the values of the state are instead, if the flat buffers are on a device.
     on_device: Option<DeviceState>,
+    /// The folder of the files that the state lies in, if it is not in memory.
+    files: Option<PathBuf>,
     progress: Progress,
     scaler: Option<LossScaler>,
     /// Whether the gradients of the step in hand are averages already.
@@ -96,15 +105,7 @@ impl ZeroOptimizer {
             data_sequence,
             model: model_group,
         } = groups;
-        let num_ranks = data_sequence.world_size();
-        let is_whole = |spec: &ParamSpec| config.optimizer.needs_whole(spec);
-        let bucket_size = config.reduce_bucket_size;
-        let comes_and_goes = ZeroStage::Gradients.min(config.params_divided_from());
-        let layout = if config.stage >= comes_and_goes && num_ranks > 1 {
-            FlatLayout::with_whole_buckets(params, bucket_size, num_ranks, is_whole)?
-        } else {
-            FlatLayout::with_whole(params, bucket_size, num_ranks, is_whole)?
-        };
+        let layout = config.layout(params, data_sequence.world_size())?;
         let exchange = Exchange::new(data_sequence, &config, &layout);
         let blocks = if exchange.is_sharded() {
             owned_blocks(&layout, exchange.group().rank())
@@ -123,7 +124,9 @@ impl ZeroOptimizer {
             model_group,
             tensor_group: None,
             exchange,
+            rule: None,
             on_device: None,
+            files: None,
             progress: Progress::default(),
             reduced: false,
         })
@@ -144,6 +147,22 @@ impl ZeroOptimizer {
         self
     }
 
+    /// The same with a rule of another program in place of that of [`ZeroConfig::optimizer`], and
+    /// with zeroed state of its own in host memory. It comes before [`ZeroOptimizer::on_disk`], and
+    /// before [`ZeroOptimizer::on_device`], which then changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] when its names of state cannot be used.
+    pub fn with_rule(mut self, rule: Arc<dyn UpdateRule>) -> Result<Self> {
+        update_rule::check(&*rule)?;
+        let names = rule.state_names();
+        let kinds = |_: &ParamSpec| names.iter().map(|name| StateKind::of(name)).collect();
+        let blocks = self.state.blocks().to_vec();
+        self.state = OwnedState::of_kinds(blocks, &self.layout, names, kinds);
+        self.rule = Some(rule);
+        Ok(self)
+    }
+
     /// The same with zeroed state in the memory of a device, which then steps buffers that lie
     /// there.
     ///
@@ -153,7 +172,7 @@ impl ZeroOptimizer {
     /// # Errors
     /// When the memory of the device does not suffice.
     pub fn on_device(mut self, device: Arc<dyn StepDevice>) -> Result<Self> {
-        if !device.has(self.config.optimizer.optim) {
+        if self.rule.is_some() || !device.has(self.config.optimizer.optim) {
             return Ok(self);
         }
         let extents = [self.exchange.params(), self.exchange.grads()];
@@ -161,6 +180,25 @@ impl ZeroOptimizer {
         self.on_device = Some(state);
         self.state = self.state.without_values();
         Ok(self)
+    }
+
+    /// The same with its state in files of a folder that are mapped into memory, as
+    /// [`MappedFloats`](crate::MappedFloats) are. Steps have the same bits.
+    ///
+    /// # Errors
+    /// [`Error::StateFile`] when the files cannot be had.
+    pub fn on_disk(mut self, folder: &Path) -> Result<Self> {
+        self.files = Some(folder.to_owned());
+        self.keep_in_files()?;
+        Ok(self)
+    }
+
+    /// Brings what was moved into memory, or is shared with a snapshot, into files again.
+    fn keep_in_files(&mut self) -> Result<()> {
+        match &self.files {
+            Some(folder) => self.state.keep_in_files(folder),
+            None => Ok(()),
+        }
     }
 
     /// Where each parameter lies in the flat buffers.
@@ -200,6 +238,12 @@ impl ZeroOptimizer {
         self.exchange.gatherer(&self.layout)
     }
 
+    /// The most bytes of copies of gradients on their way that this rank has had at once, of which
+    /// [`ZeroConfig::exchange_bytes`] says how many there may be.
+    pub fn most_summed_bytes(&self) -> usize {
+        self.exchange.most_bytes()
+    }
+
     /// The settings in use.
     pub fn config(&self) -> &ZeroConfig {
         &self.config
@@ -214,7 +258,11 @@ impl ZeroOptimizer {
     }
 
     /// Changes the state of the elements that this rank owns, as from a checkpoint.
-    pub fn edit_state(&mut self, edit: impl FnOnce(&mut OwnedState)) {
+    ///
+    /// # Errors
+    /// [`Error::StateFile`] when a further file for the state cannot be had.
+    pub fn edit_state(&mut self, edit: impl FnOnce(&mut OwnedState)) -> Result<()> {
+        self.keep_in_files()?;
         match &mut self.on_device {
             None => edit(&mut self.state),
             Some(device) => {
@@ -223,6 +271,7 @@ impl ZeroOptimizer {
                 device.write(state.values());
             }
         }
+        self.keep_in_files()
     }
 
     /// How many updates were done and skipped.
@@ -452,7 +501,7 @@ impl ZeroOptimizer {
         let optimizer = &self.config.optimizer;
         let mut specs = self.layout.params().iter();
         specs.try_for_each(|spec| {
-            if optimizer.needs_whole(spec) {
+            if self.rule.is_none() && optimizer.needs_whole(spec) {
                 self.holders().check(spec)
             } else {
                 Ok(())
@@ -535,10 +584,18 @@ impl ZeroOptimizer {
         params: &mut [f32],
         grads: &[f32],
     ) -> Result<()> {
+        self.keep_in_files()?;
         let specs = self.layout.params();
         let (config, time) = (&self.config.optimizer, self.progress.steps);
         let threads = self.config.threads;
-        let rule = |spec: &ParamSpec| config.rule(spec, lr, time, grad_scale);
+        let rule = |spec: &ParamSpec| match &self.rule {
+            None => config.rule(spec, lr, time, grad_scale),
+            Some(_) => Rule::Other(OtherStep {
+                lr: lr * spec.lr_scale,
+                time,
+                grad_scale,
+            }),
+        };
         let rules: Vec<_> = specs.iter().map(rule).collect();
         let blocks = self.state.blocks().to_vec();
         let (params, grads) = (
@@ -546,6 +603,10 @@ impl ZeroOptimizer {
             (grads, self.exchange.grads()),
         );
         let mut owned = update::owned(specs, &rules, &mut self.state, params, grads);
+        if let Some(rule) = &self.rule {
+            update::step_others(&mut owned, &**rule, threads);
+            return Ok(());
+        }
         update::step_elements(&mut owned, threads);
         if config.optim == OptimizerKind::Lamb {
             let sums = update::lamb_moments(&mut owned, threads);

@@ -79,9 +79,7 @@ pub enum AdaptError {
         layers: String,
     },
     /// A tensor of several layers that is to be trained for one of them.
-    #[error(
-        "`modules_to_save` has `{param}`, which {layers} share: with \"no_tie_modules\" each has its own"
-    )]
+    #[error("`modules_to_save` has `{param}`, which {layers} share")]
     Shared {
         /// The tensor.
         param: String,

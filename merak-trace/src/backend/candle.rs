@@ -256,6 +256,15 @@ impl Backend for Candle {
         storage::param_store(params, offsets, len, (&self.pool, &self.threads))
     }
 
+    fn param_copies(
+        &self,
+        params: &[Param],
+        offsets: &[usize],
+        masters: Box<dyn Buffer>,
+    ) -> Result<ParamStore> {
+        storage::param_copies(params, offsets, masters, (&self.pool, &self.threads))
+    }
+
     fn param_values(
         &self,
         params: &[Param],

@@ -224,6 +224,15 @@ impl Backend for Tch {
         storage::param_store(self.device, params, offsets, len)
     }
 
+    fn param_copies(
+        &self,
+        params: &[Param],
+        offsets: &[usize],
+        masters: Box<dyn Buffer>,
+    ) -> Result<ParamStore> {
+        storage::param_copies(self.device, params, offsets, masters)
+    }
+
     fn param_values(
         &self,
         params: &[Param],

@@ -111,6 +111,8 @@ struct RankOutcome {
     /// measured steps.
     on_link: Option<[Duration; 2]>,
     state_bytes: usize,
+    /// Bytes of copies of gradients on their way to replicas.
+    exchange_bytes: usize,
 }
 
 /// A speed that can be waited for.
@@ -185,8 +187,11 @@ impl Gpt {
             .collect();
         times.sort_by(f64::total_cmp);
         let median = times[times.len() / 2];
-        let planned = plan.memory(args, &[])?.into_iter();
-        let planned = planned.map(|need| need.weights + need.gradients + need.optimizer);
+        let needs = plan.memory(args, &[])?;
+        let planned_exchange = needs.iter().map(|need| need.exchange);
+        let planned = needs
+            .iter()
+            .map(|need| need.weights + need.gradients + need.optimizer);
         let ms_per_step = |time: Duration| time.as_secs_f64() * 1e3 / self.steps as f64;
         let on_link = on_link.map(|times| times.map(ms_per_step));
         Ok(json!({
@@ -200,6 +205,8 @@ impl Gpt {
             "peak_bytes": peak_resident_bytes(),
             "state_bytes": results.iter().map(|rank| rank.state_bytes).max(),
             "planned_state_bytes": planned.max(),
+            "exchange_bytes": results.iter().map(|rank| rank.exchange_bytes).max(),
+            "planned_exchange_bytes": planned_exchange.max(),
             "replica_link_ms": on_link.map(|[busy, _]| busy),
             "replica_wait_ms": on_link.map(|[_, waited]| waited),
         }))
@@ -240,6 +247,7 @@ impl Gpt {
                 reports,
                 on_link,
                 state_bytes: need.weights + need.gradients + need.optimizer,
+                exchange_bytes: need.exchange,
             })
         })
     }

@@ -14,7 +14,7 @@ use merak_zero::{LrSchedule, OptimizerKind};
 use super::{
     checked::CheckedArguments,
     choice::{
-        BackendChoice, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
+        BackendChoice, CostSource, DataFormat, Device, EngineChoice, Offload, PartitionMethod,
         RecomputeMode, ReportTo,
     },
     keys::{MerakArguments, VALIDATION_FRACTION, keys},
@@ -332,6 +332,20 @@ fn check_precision(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         a.fp16,
         "false unless \"compute.backend\" is \"tch\"; \"bf16\" is a type of 16 bits too, and needs no loss scale",
     )?;
+    if let Some(amp) = a.half_precision_backend {
+        checker.require(
+            a.bf16 || a.fp16,
+            "half_precision_backend",
+            amp,
+            "unset unless \"bf16\" is true, the type of products",
+        )?;
+        checker.require(
+            !is_tch,
+            "half_precision_backend",
+            amp,
+            "unset unless \"compute.backend\" is candle: libtorch computes in the type of the weights",
+        )?;
+    }
     if let Some(scaling) = a.loss_scaling() {
         // merak-zero knows the conditions and words the error.
         scaling.validate()?;
@@ -438,6 +452,12 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         a.nesterov,
         "false unless \"sgd_momentum\" is more than 0",
     )?;
+    if a.offload_optimizer == Some(Offload::Disk) && a.output_dir.is_none() {
+        return Err(Error::Config(ConfigError::MissingKey {
+            key: "output_dir",
+            advice: "\"offload_optimizer\" disk keeps optimizer state in files under it".into(),
+        }));
+    }
     let is_free = matches!(a.optim, OptimizerKind::AdamW | OptimizerKind::Adafactor);
     checker.require(
         !a.adafactor || is_free,
@@ -451,6 +471,12 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "gradient_predivide_factor",
         Number(a.gradient_predivide_factor),
         "1 unless \"prescale_gradients\" is true",
+    )?;
+    checker.require(
+        a.gradient_predivide_factor >= 1e-9,
+        "gradient_predivide_factor",
+        Number(a.gradient_predivide_factor),
+        "at least 1e-9: gradients are multiplied by its inverse",
     )
 }
 

@@ -5,10 +5,10 @@ use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 use merak_mpu::{DType, Degrees, Rank, Topology};
 use merak_pipe::Size;
 use merak_trace::backend::candle::Products;
-use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, ZeroStage, warmup_steps};
+use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
 use super::{
-    choice::{BackendChoice, PartitionMethod, RecomputeMode},
+    choice::{BackendChoice, Device, Offload, PartitionMethod, RecomputeMode},
     keys::MerakArguments,
     schedule::TrainSchedule,
 };
@@ -224,6 +224,9 @@ impl CheckedArguments {
 
     /// The type of 16 bits that weights have or, on the default backend, are kept in.
     pub(crate) fn narrow(&self) -> Option<DType> {
+        if self.half_precision_backend.is_some() {
+            return None;
+        }
         match (self.bf16, self.fp16) {
             (true, _) => Some(DType::BF16),
             (_, true) => Some(DType::F16),
@@ -231,11 +234,12 @@ impl CheckedArguments {
         }
     }
 
-    /// How exact the default backend's products are. Beside an adapter `bf16` is a matter of
+    /// How exact the default backend's products are. Beside an adapter `bf16` alone is a matter of
     /// memory.
     pub(crate) fn products(&self) -> Products {
         let is_own = self.compute.backend == BackendChoice::Candle;
-        if is_own && self.bf16 && self.lora_config.is_none() {
+        let of_products = self.half_precision_backend.is_some() || self.lora_config.is_none();
+        if is_own && self.bf16 && of_products {
             Products::Rounded
         } else {
             Products::Full
@@ -245,18 +249,19 @@ impl CheckedArguments {
     /// Whether trained weights have 16 bits and masters of `f32`. Beside an adapter, which is of
     /// `f32`, only frozen ones have 16 bits.
     fn has_masters(&self) -> bool {
-        (self.bf16 || self.fp16) && self.lora_config.is_none()
+        self.narrow().is_some() && self.lora_config.is_none()
     }
 
-    /// Whether a rank waits for its replicas within a pass: for gradients from stage 2 on, for
-    /// weights that stand beside masters from stage 1 on.
+    /// Where optimizer state and masters lie, if not where the weights do.
+    pub(crate) fn offload(&self) -> Option<Offload> {
+        let changes =
+            |offload: &Offload| *offload != Offload::Host || self.compute.device != Device::Cpu;
+        self.offload_optimizer.filter(changes)
+    }
+
+    /// Whether a rank waits for its replicas within a pass.
     pub(crate) fn waits_for_replicas(&self) -> bool {
-        let first = if self.has_masters() {
-            ZeroStage::OptimizerState
-        } else {
-            ZeroStage::Gradients
-        };
-        self.zero_stage >= first
+        self.zero_config(1).waits_in_passes(self.dp)
     }
 
     /// How gradients are reduced and weights updated, with `threads` compute threads on each rank.

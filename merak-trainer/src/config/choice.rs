@@ -225,6 +225,63 @@ impl From<ComputeUnits> for Units {
     }
 }
 
+choices! {
+    /// Where optimizer state and `f32` masters lie, if not beside the weights.
+    Offload {
+        /// In host memory, while the weights lie on a device.
+        Host = "host",
+        /// In files under the run's folder, which are mapped into host memory.
+        Disk = "disk",
+    }
+    later []
+}
+
+/// How numbers of 16 bits come into a run, if not as weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HalfPrecision {
+    /// Weights are `f32`, and products multiply 16 bits.
+    Amp,
+}
+
+impl HalfPrecision {
+    /// Names that mean the same; the first is the one that configurations are written with.
+    const NAMES: [&str; 3] = ["amp", "cuda_amp", "cpu_amp"];
+}
+
+impl Setting for HalfPrecision {
+    fn expected(_: Range) -> String {
+        one_of(&Self::NAMES)
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        if Self::NAMES.contains(&text) {
+            return Ok(Self::Amp);
+        }
+        if text == "apex" {
+            let instead = "amp, or \"fp16\" alone for weights of 16 bits with f32 masters";
+            return Err(Refusal::NotAvailable {
+                instead: instead.to_owned(),
+            });
+        }
+        Err(refuse(text, Self::NAMES.into_iter(), &[]))
+    }
+
+    fn to_value(&self) -> Value {
+        Value::from(Self::NAMES[0])
+    }
+}
+
+impl fmt::Display for HalfPrecision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(Self::NAMES[0])
+    }
+}
+
 /// The refusal of a name that is not built: either a later version's, or an unknown one.
 pub(crate) fn refuse<'a>(
     text: &str,
@@ -256,6 +313,19 @@ pub(crate) fn one_of(names: &[&str]) -> String {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn names_of_mixed_precision_mean_the_same_and_apex_names_two_ways_on() {
+        for name in ["amp", "cuda_amp", "cpu_amp"] {
+            assert_eq!(HalfPrecision::from_text(name), Ok(HalfPrecision::Amp));
+        }
+        let Err(Refusal::NotAvailable { instead }) = HalfPrecision::from_text("apex") else {
+            panic!("apex is refused");
+        };
+        assert!(instead.contains("amp") && instead.contains("fp16"));
+        let nearest = HalfPrecision::from_text("amp_cpu");
+        assert!(matches!(nearest, Err(Refusal::Choice { .. })));
+    }
 
     #[test]
     fn a_name_is_built_or_later_or_unknown() {

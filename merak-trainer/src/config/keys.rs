@@ -11,8 +11,8 @@ use merak_zero::{
 
 use super::{
     choice::{
-        BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
-        RecomputeMode, ReportTo, TraceMethod,
+        BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, HalfPrecision,
+        Offload, PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
     },
     inputs::{InputPaths, Mixture},
     key::{Key, settings},
@@ -40,7 +40,7 @@ const MAX_SIMULATED: i64 = 100_000;
 /// Most steps of a profile: their actions are kept in memory.
 const MAX_PROFILED: i64 = 1000;
 
-/// Upper bound on a factor of gradients: they are scaled by its inverse too, in `f32`.
+/// Upper bound on a factor of gradients and on its inverse, in `f32`.
 const MAX_PREDIVIDE: i64 = 1_000_000_000;
 
 /// Upper bound on the losses that a checkpoint keeps for the guard against divergence.
@@ -128,6 +128,9 @@ settings! {
         /// Whether weights and activations are f16, with f32 masters and gradients, and the loss is
         /// scaled; on the libtorch backend alone.
         fp16: bool = false,
+        /// `amp`: beside `bf16`, on the default backend, weights stay f32 without masters, and
+        /// products alone multiply bf16; unset: weights have the short type.
+        half_precision_backend: Option<HalfPrecision> = None,
         /// Scale of the loss under `fp16`; 0: one that changes with the overflows of gradients.
         loss_scale: f64 [at_least 0] = 0.0,
         /// The first scale that changes is 2 to this power.
@@ -144,14 +147,22 @@ settings! {
         /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state, 2 gradients too, 3
         /// parameters too.
         zero_stage: ZeroStage = ZeroStage::OptimizerState,
+        /// Whether ZeRO divides the state of an optimizer that the program brings along, which was
+        /// not tested with it.
+        zero_allow_untested_optimizer: bool = false,
         /// Elements per all-gather of updated parameters.
         zero_allgather_bucket_size: usize [at_least 1] = 500_000_000,
         /// Elements per reduction of gradients.
         zero_reduce_bucket_size: usize [at_least 1] = 500_000_000,
+        /// Where optimizer state and the `f32` masters of 16-bit weights lie: `host` in host memory
+        /// while weights lie on a device, `disk` in files under `output_dir` that are mapped into
+        /// it; unset: beside the weights.
+        offload_optimizer: Option<Offload> = None,
         /// Whether gradients are divided before their reduction.
         prescale_gradients: bool = false,
-        /// Part of that division done before the reduction; 1: all of it.
-        gradient_predivide_factor: f64 [at_least 1, at_most MAX_PREDIVIDE] = 1.0,
+        /// Divisor before the reduction, of which the division after it makes up the number of
+        /// replicas; 1: all of it comes before.
+        gradient_predivide_factor: f64 [more_than 0, at_most MAX_PREDIVIDE] = 1.0,
         /// Whether checkpoints are written; unset: where `output_dir` is given or `lora_config`
         /// trains an adapter.
         save: Option<bool> = None,

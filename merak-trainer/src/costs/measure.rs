@@ -12,13 +12,14 @@ use crate::{
     machine::num_cores,
     network::Network,
     plan::{ParamGroups, param_bytes},
-    stage::{Executor, Stage, StageParams, equipped, grad_store, stages},
+    stage::{Executor, Stage, StageParams, StateRoom, equipped, grad_store, stages},
     world::{ranks_at_once, run_ranks, threads_per_rank},
 };
 use merak_mpu::{Communicator, DType, Degrees, Member, Mpu, ReduceOp};
 use merak_partition::RankPrograms;
 use merak_trace::{
     Batch, GradStore, Graph, RunContext, SharedBackend, StageProgram, TensorType, Value,
+    backend::candle::Products,
 };
 use merak_zero::{GlobalParams, ZeroGroups, ZeroOptimizer};
 use std::{
@@ -75,9 +76,13 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
         args.dp,
         args.tp,
         args.optim,
-        // The types of values do not show weights that are kept in narrower elements.
-        args.narrow()
-            .map_or(String::new(), |narrow| format!(", {narrow}")),
+        // The types of values show neither weights that are kept in narrower elements nor rounded
+        // factors of products.
+        match args.narrow() {
+            Some(narrow) => format!(", {narrow}"),
+            None if args.products() == Products::Rounded => ", rounded products".to_owned(),
+            None => String::new(),
+        },
     )
 }
 
@@ -224,7 +229,8 @@ impl<'a> Rank<'a> {
         let optimizer =
             ZeroOptimizer::new(specs.collect(), model, args.zero_config(threads), groups)?;
         let optimizer = equipped(optimizer, optimizer_device, threads)?;
-        let mut params = StageParams::new(&*backend, table, &optimizer)?;
+        let room = StateRoom::Beside;
+        let mut params = StageParams::new(&*backend, table, &optimizer, &room)?;
         params.write_floats(&mut |_, values| {
             let values = values.iter_mut().enumerate();
             values.for_each(|(index, value)| *value = small(index));

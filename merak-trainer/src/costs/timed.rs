@@ -106,6 +106,15 @@ impl Backend for Timed {
         self.inner.param_store(params, offsets, len)
     }
 
+    fn param_copies(
+        &self,
+        params: &[Param],
+        offsets: &[usize],
+        masters: Box<dyn Buffer>,
+    ) -> Result<ParamStore> {
+        self.inner.param_copies(params, offsets, masters)
+    }
+
     fn param_values(
         &self,
         params: &[Param],

@@ -124,6 +124,19 @@ pub enum ConfigError {
         /// How to set it.
         advice: String,
     },
+    /// An optimizer of the program under a ZeRO stage that divides its state.
+    #[error(
+        "the optimizer \"{name}\" of this program was not tested with ZeRO, which divides its state in stage {stage} \
+         over {replicas} replicas: set \"zero_allow_untested_optimizer\" to true, or \"zero_stage\" to 0"
+    )]
+    UntestedOptimizer {
+        /// Its name.
+        name: String,
+        /// The stage.
+        stage: u8,
+        /// The replicas.
+        replicas: usize,
+    },
     /// An option at the end of the command line.
     #[error("the option {} has no value: write {}", brief(option), brief(example))]
     MissingValue {

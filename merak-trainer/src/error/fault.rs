@@ -153,18 +153,23 @@ fn of_optimizer(error: &merak_zero::Error) -> Vec<&'static str> {
         E::OutOfRange { setting, .. } | E::UnknownName { setting, .. } => {
             vec![of_setting(setting)]
         }
+        E::StateFile { .. } => vec!["offload_optimizer", "output_dir"],
         _ => Vec::new(),
     }
 }
 
 /// The keys that give the settings of merak-zero, where their names differ.
-const RENAMED: [(&str, &str); 6] = [
+const RENAMED: [(&str, &str); 10] = [
     ("threads", "compute.threads_per_rank"),
     ("stage", "zero_stage"),
     ("optimizer", "optim"),
     ("reduce_bucket_size", "zero_reduce_bucket_size"),
     ("gather_bucket_size", "zero_allgather_bucket_size"),
     ("lr", "learning_rate"),
+    ("scale", "loss_scale"),
+    ("initial_power", "initial_scale_power"),
+    ("window", "loss_scale_window"),
+    ("min_scale", "min_loss_scale"),
 ];
 
 /// The parameters of the learning-rate schedules, which have one key together.
@@ -250,7 +255,10 @@ fn node_failed(error: &merak_trace::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use merak_zero::{LrSchedule, LrSchedulerKwargs, LrSchedulerType, ZeroConfig, ZeroStage};
+    use merak_zero::{
+        DynamicScaling, LossScaling, LrSchedule, LrSchedulerKwargs, LrSchedulerType, ZeroConfig,
+        ZeroStage,
+    };
 
     #[test]
     fn a_setting_of_the_optimizer_is_told_with_the_key_that_gives_it() {
@@ -273,6 +281,12 @@ mod tests {
             },
         ];
         let mut errors: Vec<_> = configs.map(|config| config.validate().unwrap_err()).into();
+        let scaling = LossScaling::Dynamic(DynamicScaling {
+            initial_power: 3,
+            min_scale: 9,
+            ..DynamicScaling::default()
+        });
+        errors.push(scaling.validate().unwrap_err());
         errors.push(ZeroStage::try_from(4).unwrap_err());
         errors.push("sdg".parse::<merak_zero::OptimizerKind>().unwrap_err());
         let kwargs = LrSchedulerKwargs {
@@ -292,6 +306,7 @@ mod tests {
             "zero_allgather_bucket_size",
             "compute.threads_per_rank",
             "max_grad_norm",
+            "min_loss_scale",
             "zero_stage",
             "optim",
             "lr_scheduler_kwargs",

@@ -109,7 +109,7 @@ pub enum PlanError {
     #[error("{0}: set \"custom_split_points\", or choose another \"split_method\"")]
     NoSplitPoints(Box<merak_partition::Error>),
     /// The description of an adapter that does not fit the model.
-    #[error("{}: {}", file(path), sentence(&reason.to_string()))]
+    #[error("{}: {}{}", file(path), sentence(&reason.to_string()), way_on(reason))]
     AdapterFile {
         /// The description.
         path: PathBuf,
@@ -144,4 +144,12 @@ pub enum PlanError {
         /// What it learns.
         objective: String,
     },
+}
+
+/// What to do about a description that does not fit, where a key of the run helps.
+fn way_on(reason: &merak_ckpt::AdaptError) -> &'static str {
+    match reason {
+        merak_ckpt::AdaptError::Shared { .. } => ": with \"no_tie_modules\" each has its own",
+        _ => "",
+    }
 }

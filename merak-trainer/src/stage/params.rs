@@ -3,12 +3,13 @@
 
 use crate::error::Result;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
-use merak_mpu::{Buffer, DType};
+use merak_mpu::{Buffer, DType, zeros};
 use merak_trace::{Backend, Param, Value};
-use merak_zero::{Arrivals, Bucket, ZeroOptimizer};
+use merak_zero::{Arrivals, Bucket, MappedFloats, ZeroOptimizer};
 use std::{
     borrow::Cow,
     ops::Range,
+    path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
@@ -21,11 +22,45 @@ pub(crate) struct StageParams {
     memory: ParamMemory,
     /// The element type of copies that nodes read in the place of masters.
     copied: Option<DType>,
+    /// Whether the trained parameters are masters in a file.
+    in_file: bool,
     /// One value per parameter, in the order in which they were given; none where replicas divide
     /// the parameter.
     pub(crate) views: Vec<Option<Value>>,
     /// For each parameter, the last bucket with elements of it, if it is trained.
     pub(crate) last_buckets: Vec<Option<usize>>,
+}
+
+/// Where the masters of trained parameters lie, and the optimizer's state.
+#[derive(Debug, Clone)]
+pub(crate) enum StateRoom {
+    /// Where nodes find the parameters.
+    Beside,
+    /// In host memory.
+    Host,
+    /// In files of this folder, mapped into host memory.
+    Files(PathBuf),
+}
+
+impl StateRoom {
+    /// Masters that are not the backend's, all zero.
+    fn masters(&self, len: usize) -> Result<Option<Box<dyn Buffer>>> {
+        Ok(match self {
+            Self::Beside => None,
+            Self::Host => Some(zeros(DType::F32, len)),
+            // A run that trains nothing makes no file.
+            Self::Files(_) if len == 0 => None,
+            Self::Files(folder) => Some(Box::new(MappedFloats::zeros(folder, len)?)),
+        })
+    }
+
+    /// The optimizer with its state there.
+    pub(crate) fn of_state(&self, optimizer: ZeroOptimizer) -> Result<ZeroOptimizer> {
+        Ok(match self {
+            Self::Files(folder) if !optimizer.layout().is_empty() => optimizer.on_disk(folder)?,
+            _ => optimizer,
+        })
+    }
 }
 
 /// A handle with which other threads read the memory of parameters; writers wait for its readers.
@@ -127,46 +162,28 @@ impl Place {
 }
 
 impl StageParams {
-    /// Makes room for parameters; `optimizer` is that of the trained ones among them.
+    /// Makes room for parameters; `optimizer` is that of the trained ones among them, whose masters
+    /// lie where `room` says.
     pub(crate) fn new(
         backend: &dyn Backend,
         params: &[Param],
         optimizer: &ZeroOptimizer,
+        room: &StateRoom,
     ) -> Result<Self> {
-        // Elements of each buffer; frozen parameters have a buffer per element type.
-        let mut lens = vec![optimizer.num_params()];
-        let mut trained = trained_pieces(optimizer).into_iter();
-        let mut frozen: Vec<DType> = Vec::new();
-        let place = |param: &Param| {
-            let dtype = param.kept_dtype();
-            if param.trainable {
-                return Place {
-                    buffer: TRAINED,
-                    dtype,
-                    numel: param.local.numel(),
-                    pieces: trained.next().expect("the optimizer has all trained ones"),
-                };
-            }
-            let known = frozen.iter().position(|known| *known == dtype);
-            let index = known.unwrap_or_else(|| {
-                frozen.push(dtype);
-                lens.push(0);
-                frozen.len() - 1
-            });
-            let buffer = TRAINED + 1 + index;
-            let start = lens[buffer];
-            lens[buffer] += param.local.numel();
-            Place::whole(buffer, dtype, start..lens[buffer])
-        };
-        let mut places: Vec<_> = params.iter().map(place).collect();
+        let (mut places, lens) = laid_out(params, optimizer);
         let last_buckets = last_buckets(params, optimizer);
         let mut views = vec![None; params.len()];
         let mut buffers = Vec::with_capacity(lens.len());
+        let mut in_file = false;
         for (buffer, len) in lens.into_iter().enumerate() {
+            let is_master = buffer == TRAINED && optimizer.config().has_masters;
+            let masters = if is_master { room.masters(len)? } else { None };
+            in_file |= masters.is_some() && matches!(room, StateRoom::Files(_));
             if buffer == TRAINED && optimizer.divides_params() {
                 let trained = places.iter_mut().filter(|place| place.buffer == TRAINED);
                 trained.for_each(|place| place.dtype = DType::F32);
-                buffers.push(backend.grad_buffer(DType::F32, len));
+                let beside = || backend.grad_buffer(DType::F32, len);
+                buffers.push(masters.unwrap_or_else(beside));
                 continue;
             }
             let own = (0..params.len()).filter(|&index| places[index].buffer == buffer);
@@ -174,7 +191,10 @@ impl StageParams {
             let of_buffer: Vec<_> = own.iter().map(|&i| params[i].clone()).collect();
             let offsets = own.iter().map(|&i| places[i].pieces[0].range.start);
             let offsets: Vec<_> = offsets.collect();
-            let store = backend.param_store(&of_buffer, &offsets, len)?;
+            let store = match masters {
+                Some(masters) => backend.param_copies(&of_buffer, &offsets, masters)?,
+                None => backend.param_store(&of_buffer, &offsets, len)?,
+            };
             for (index, view) in own.into_iter().zip(store.views) {
                 views[index] = Some(view);
                 places[index].dtype = store.flat.dtype();
@@ -183,6 +203,7 @@ impl StageParams {
         }
         Ok(Self {
             copied: copied(params, &places, &views),
+            in_file,
             views,
             last_buckets,
             memory: ParamMemory {
@@ -210,16 +231,29 @@ impl StageParams {
         self.memory.places[index].dtype
     }
 
-    /// Bytes of all of them, with the 16-bit copies of masters.
+    /// Bytes of all of them in memory, with the 16-bit copies of masters.
     pub(crate) fn num_bytes(&self) -> usize {
         let buffers = self.memory.buffers.read();
         let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
-        let kept: usize = buffers
-            .iter()
-            .map(|b| b.len() * b.dtype().size_bytes())
-            .sum();
+        let kept: usize = buffers.iter().map(|buffer| bytes_of(&**buffer)).sum();
         let copy = self.copied.map_or(0, DType::size_bytes);
-        kept + buffers[TRAINED].len() * copy
+        let in_file = if self.in_file {
+            bytes_of(&*buffers[TRAINED])
+        } else {
+            0
+        };
+        kept + buffers[TRAINED].len() * copy - in_file
+    }
+
+    /// Bytes of masters in a file.
+    pub(crate) fn num_file_bytes(&self) -> usize {
+        let buffers = self.memory.buffers.read();
+        let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
+        if self.in_file {
+            bytes_of(&*buffers[TRAINED])
+        } else {
+            0
+        }
     }
 
     /// Shows the values of every parameter in `f32`, in the program's order; `divided` are those of
@@ -377,6 +411,41 @@ impl ParamMemory {
             look(&pieces.collect::<Vec<_>>());
         });
     }
+}
+
+/// Where each parameter lies, and the elements of each buffer.
+fn laid_out(params: &[Param], optimizer: &ZeroOptimizer) -> (Vec<Place>, Vec<usize>) {
+    // Elements of each buffer; frozen parameters have a buffer per element type.
+    let mut lens = vec![optimizer.num_params()];
+    let mut trained = trained_pieces(optimizer).into_iter();
+    let mut frozen: Vec<DType> = Vec::new();
+    let place = |param: &Param| {
+        let dtype = param.kept_dtype();
+        if param.trainable {
+            return Place {
+                buffer: TRAINED,
+                dtype,
+                numel: param.local.numel(),
+                pieces: trained.next().expect("the optimizer has all trained ones"),
+            };
+        }
+        let known = frozen.iter().position(|known| *known == dtype);
+        let index = known.unwrap_or_else(|| {
+            frozen.push(dtype);
+            lens.push(0);
+            frozen.len() - 1
+        });
+        let buffer = TRAINED + 1 + index;
+        let start = lens[buffer];
+        lens[buffer] += param.local.numel();
+        Place::whole(buffer, dtype, start..lens[buffer])
+    };
+    let places = params.iter().map(place).collect();
+    (places, lens)
+}
+
+fn bytes_of(buffer: &dyn Buffer) -> usize {
+    buffer.len() * buffer.dtype().size_bytes()
 }
 
 /// For each parameter, the last bucket with elements of it, if it is trained.

@@ -488,7 +488,7 @@ impl MerakTrainer {
                 for (slice, values) in state.slices_mut().zip(values) {
                     slice.values.copy_from_slice(&values);
                 }
-            });
+            })?;
         }
         if let Some(state) = state.as_ref().filter(|_| !self.args.finetune) {
             if !self.args.no_load_rng && self.stages.mpu.is_rank_0() {

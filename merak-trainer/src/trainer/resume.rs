@@ -224,7 +224,7 @@ pub(super) fn check(
             }));
         }
         if !args.no_load_optim {
-            check_optimizer(checkpoint, plan, args, state)?;
+            check_optimizer(checkpoint, plan, (args, parts), state)?;
         }
         check_position(checkpoint, plan, args, parts, state)?;
     }
@@ -408,18 +408,13 @@ pub(super) fn stored_name<'a>(
 fn check_optimizer(
     checkpoint: &Checkpoint,
     plan: &Plan,
-    args: &CheckedArguments,
+    (args, parts): (&CheckedArguments, &TrainerParts),
     saved: &RunState,
 ) -> Result<()> {
     let path = || checkpoint.path().to_owned();
-    let optimizer = args.zero_config(1).optimizer;
-    let groups = ParamGroups::new(args, &plan.graph);
-    let kept = |param: &Param| {
-        let kinds = optimizer.state_of(&groups.spec(param, 0)).into_iter();
-        kinds.map(|kind| kind.name)
-    };
+    let kept = state_names(plan, args, parts);
     // As a checkpoint lists them.
-    let names: BTreeSet<_> = plan.trained_params().flat_map(kept).collect();
+    let names: BTreeSet<_> = plan.trained_params().flat_map(&kept).collect();
     let names: Vec<_> = names.into_iter().collect();
     let lacks = |part: String| {
         Err(Error::Resume(ResumeError::MissingPart {
@@ -451,7 +446,7 @@ fn check_optimizer(
                 let kind = Kind::optimizer(*name);
                 manifest.tensor(&kind, &param.name).is_none()
             };
-            Some((&param.name, kept(param).find(is_missing)?))
+            Some((&param.name, kept(param).into_iter().find(is_missing)?))
         });
         return match missing {
             Some((param, name)) => lacks(format!("optimizer state `{name}` of `{param}`")),
@@ -468,8 +463,31 @@ fn check_optimizer(
     Err(Error::Resume(ResumeError::OtherOptimizer {
         path: path(),
         found: described(saved, &found),
-        expected: described(args.optim.as_str(), &names),
+        expected: described(rule_name(args, parts), &names),
     }))
+}
+
+/// The names of what the optimizer keeps for a parameter.
+fn state_names<'a>(
+    plan: &'a Plan,
+    args: &'a CheckedArguments,
+    parts: &'a TrainerParts,
+) -> impl Fn(&Param) -> Vec<&'static str> + 'a {
+    let optimizer = args.zero_config(1).optimizer;
+    let groups = ParamGroups::new(args, &plan.graph);
+    move |param| {
+        if let Some(rule) = &parts.rule {
+            return rule.state_names().to_vec();
+        }
+        let kinds = optimizer.state_of(&groups.spec(param, 0)).into_iter();
+        kinds.map(|kind| kind.name).collect()
+    }
+}
+
+/// The name of the rule of a run.
+fn rule_name<'a>(args: &CheckedArguments, parts: &'a TrainerParts) -> &'a str {
+    let other = parts.rule.as_ref().map(|rule| rule.name());
+    other.unwrap_or(args.optim.as_str())
 }
 
 /// Checks that the data reach the position at which the run goes on.

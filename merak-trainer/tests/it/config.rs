@@ -62,6 +62,8 @@ fn other_value(name: &str) -> Value {
         "recompute_ops" => json!(["norm"]),
         "optim" => json!("sgd"),
         "zero_stage" => json!(0),
+        "offload_optimizer" => json!("host"),
+        "half_precision_backend" => json!("amp"),
         "no_decay_names" => json!(["wpe"]),
         "lr_scales" => json!({"wte": 0.5}),
         "adafactor_decay_rate" => json!(-0.5),
@@ -218,6 +220,7 @@ hidden_size = null
 num_heads = null
 bf16 = false
 fp16 = false
+half_precision_backend = null
 loss_scale = 0.0
 initial_scale_power = 32
 loss_scale_window = 1000
@@ -225,8 +228,10 @@ hysteresis = 2
 min_loss_scale = 1
 no_tie_modules = false
 zero_stage = 1
+zero_allow_untested_optimizer = false
 zero_allgather_bucket_size = 500000000
 zero_reduce_bucket_size = 500000000
+offload_optimizer = null
 prescale_gradients = false
 gradient_predivide_factor = 1.0
 save = null
@@ -604,6 +609,13 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(message(load_line("--shard_count 2 --pp 4")), @r#""shard_count" is 2 (command line --shard_count), but must be at least "pp", which is 4"#);
     assert_snapshot!(message(load_line("--gradient_predivide_factor 2")), @r#""gradient_predivide_factor" is 2 (command line --gradient_predivide_factor), but must be 1 unless "prescale_gradients" is true"#);
     assert_snapshot!(message(load_line("--gradient_predivide_factor 2 --prescale_gradients")), @"no error");
+    assert_snapshot!(message(load_line("--gradient_predivide_factor 0.5 --prescale_gradients")), @"no error");
+    assert_snapshot!(message(load_line("--offload_optimizer disk")), @r#""output_dir" is not set: "offload_optimizer" disk keeps optimizer state in files under it"#);
+    assert_snapshot!(message(load_line("--offload_optimizer disc")), @r#""offload_optimizer" expects host or disk, found "disc" (command line --offload_optimizer); did you mean "disk"?"#);
+    assert_snapshot!(message(load_line("--offload_optimizer none")), @"no error");
+    assert_snapshot!(message(load_line("--half_precision_backend cpu_amp --bf16")), @"no error");
+    assert_snapshot!(message(load_line("--half_precision_backend apex --bf16")), @r#""half_precision_backend" "apex" (command line --half_precision_backend) is not available in this version: choose amp, or "fp16" alone for weights of 16 bits with f32 masters"#);
+    assert_snapshot!(message(load_line("--half_precision_backend amp")), @r#""half_precision_backend" is amp (command line --half_precision_backend), but must be unset unless "bf16" is true, the type of products"#);
     assert_snapshot!(message(load_line("--custom_split_points h.1")), @r#""custom_split_points" is ["h.1"] (command line --custom_split_points), but must be unset unless "split_method" is "layer_split""#);
     assert_snapshot!(message(load_line("--partition_method custom")), @r#""custom_partition" is not set: "partition_method" custom needs the boundaries, such as [0, 6, 12]"#);
     assert_snapshot!(message(load_line("--custom_partition 0,2")), @r#""custom_partition" is [0, 2] (command line --custom_partition), but must be unset unless "partition_method" is "custom""#);

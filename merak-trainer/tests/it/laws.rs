@@ -11,7 +11,9 @@ pub(crate) mod generation; // N20: the same tokens from every topology
 pub(crate) mod lora;
 mod memory; // what each ZeRO stage holds
 pub(crate) mod narrow; // adapters beside weights in bf16
+mod offload; // optimizer state and masters in files
 mod optimizers; // L2, L3: every rule of the optimizer
+mod other_rule; // an optimizer that the program brings along
 mod own_parts; // losses, rates and collators of the caller's own
 mod pipeline; // L1: the pipeline changes no bit
 mod prediction; // predictions of samples

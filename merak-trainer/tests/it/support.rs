@@ -12,6 +12,7 @@ use merak_trainer::{
     data::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
     run_world,
 };
+use merak_zero::UpdateRule;
 use serde_json::{Value, json};
 
 use self::tensors::whole;
@@ -37,6 +38,7 @@ pub(crate) struct Case {
     /// Microbatches of a step over all replicas.
     microbatches: usize,
     num_threads: usize,
+    rule: Option<Arc<dyn UpdateRule>>,
 }
 
 /// The result of a training.
@@ -117,6 +119,7 @@ impl Case {
             keys: BTreeMap::new(),
             microbatches: 4,
             num_threads: 1,
+            rule: None,
         }
         .with("seq_length", SEQ)
         .with("seed", 1234)
@@ -171,6 +174,12 @@ impl Case {
     /// Replaces the samples.
     pub(crate) fn with_data(mut self, data: impl Dataset + 'static) -> Self {
         self.data = Arc::new(data);
+        self
+    }
+
+    /// Steps by a rule of another program.
+    pub(crate) fn with_rule(mut self, rule: impl UpdateRule + 'static) -> Self {
+        self.rule = Some(Arc::new(rule));
         self
     }
 
@@ -297,6 +306,7 @@ impl Case {
                 "config.json".to_owned(),
                 self.model.to_string().into_bytes(),
             )],
+            rule: self.rule.clone(),
             ..TrainerParts::default()
         };
         change(&mut parts);

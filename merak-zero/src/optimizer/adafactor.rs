@@ -157,7 +157,7 @@ impl<'a> Work<'a> {
     fn sum_squares(&mut self) {
         let step = self.step;
         let Some(dims) = self.dims else {
-            let [kept, _] = &mut self.tensor.state;
+            let [kept, ..] = &mut self.tensor.state;
             for (v, &g) in kept.iter_mut().zip(self.tensor.grad) {
                 step.mix(v, f64::from(step.square(g)));
             }
@@ -179,7 +179,7 @@ impl<'a> Work<'a> {
     /// Takes the sums into the means, and leaves sums of the rows' means.
     fn update_means(&mut self) {
         let Some(dims) = self.dims else { return };
-        let [rows, cols] = &mut self.tensor.state;
+        let [rows, cols, ..] = &mut self.tensor.state;
         for (kept, sum) in rows.iter_mut().zip(&self.rows) {
             self.step.mix(kept, sum / dims.whole[1] as f64);
         }
@@ -193,7 +193,7 @@ impl<'a> Work<'a> {
     /// Calls `f` with the elements of the parameter and of its update.
     fn with_updates(&mut self, mut f: impl FnMut(&mut f32, f32)) {
         let scale = self.step.grad_scale;
-        let [first, second] = &self.tensor.state;
+        let [first, second, ..] = &self.tensor.state;
         let (param, grad) = (&mut *self.tensor.param, self.tensor.grad);
         let Some(dims) = self.dims else {
             for ((p, &g), &v) in param.iter_mut().zip(grad).zip(first.iter()) {

@@ -54,7 +54,7 @@ impl MuonStep {
 
     /// Updates the momentum, and returns what is made orthogonal.
     fn direction(&self, tensor: &mut Tensor<'_>) -> Vec<f32> {
-        let [buffer, _] = &mut tensor.state;
+        let [buffer, ..] = &mut tensor.state;
         let blend = |(b, &g): (&mut f32, &f32)| {
             let g = g * self.grad_scale;
             *b += (1.0 - self.momentum) * (g - *b);

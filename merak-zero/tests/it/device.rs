@@ -98,16 +98,18 @@ fn a_device_steps_as_the_host_does_and_gives_its_state_back() {
                 assert_eq!(on_device.unwrap(), report);
                 if t == 1 {
                     let state = device.state().into_owned();
-                    device.edit_state(|on_device| {
-                        on_device.slices_mut().for_each(|s| s.values.fill(7.0));
-                    });
+                    device
+                        .edit_state(|on_device| {
+                            on_device.slices_mut().for_each(|s| s.values.fill(7.0));
+                        })
+                        .unwrap();
                     assert!(
                         device
                             .state()
                             .slices()
                             .all(|s| s.values.iter().all(|x| x.to_bits() == 7.0_f32.to_bits()))
                     );
-                    device.edit_state(|on_device| *on_device = state);
+                    device.edit_state(|on_device| *on_device = state).unwrap();
                 }
             }
             assert!(found == expected);

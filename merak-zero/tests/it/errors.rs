@@ -44,7 +44,7 @@ fn numbers_out_of_range_are_named() {
                 prescale_gradients: true,
                 ..ok()
             },
-            "`gradient_predivide_factor` is 0, expected from 1 to 1e9",
+            "`gradient_predivide_factor` is 0, expected from 1e-9 to 1e9",
         ),
         (
             ZeroConfig {

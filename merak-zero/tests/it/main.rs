@@ -9,6 +9,8 @@
 //! - `scaling`: the loss scale; overflows on single ranks
 //! - `resume`: state out and in again, on another number of ranks too
 //! - `device`: steps in the memory of a device
+//! - `disk`: state in files that are mapped into memory
+//! - `other_rule`: rules of other programs
 //! - `allocations`: what a step asks of the allocator does not grow with the ranks
 //! - `tensors`: variables of other libraries, beside the libraries' own AdamW: `candle`, `tch`
 //! - `errors`: what a wrong setting or buffer says
@@ -16,11 +18,13 @@
 mod allocations;
 mod candle;
 mod device;
+mod disk;
 mod errors;
 mod fixture;
 mod kernels;
 mod layout;
 mod norms;
+mod other_rule;
 mod resume;
 mod rules;
 mod scaling;

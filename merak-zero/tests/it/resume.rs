@@ -25,12 +25,14 @@ fn save(parts: &[(usize, &'static str, std::ops::Range<usize>, Vec<f32>)]) -> Sa
 }
 
 fn load(optimizer: &mut ZeroOptimizer, saved: &Saved) {
-    optimizer.edit_state(|state| {
-        for slice in state.slices_mut() {
-            let whole = &saved[&(params()[slice.param].name.clone(), slice.name)];
-            slice.values.copy_from_slice(&whole[slice.local]);
-        }
-    });
+    optimizer
+        .edit_state(|state| {
+            for slice in state.slices_mut() {
+                let whole = &saved[&(params()[slice.param].name.clone(), slice.name)];
+                slice.values.copy_from_slice(&whole[slice.local]);
+            }
+        })
+        .expect("state in memory");
 }
 
 fn run(optimizer: &mut ZeroOptimizer, weights: &mut Vec<f32>, steps: std::ops::Range<u64>) {
@@ -95,7 +97,7 @@ fn a_resume_without_its_progress_is_another_run() {
         let mut forgetful = weights.clone();
         let state = optimizer.state().into_owned();
         run(&mut optimizer, &mut weights, 2..3);
-        optimizer.edit_state(|own| *own = state);
+        optimizer.edit_state(|own| *own = state).unwrap();
         optimizer.set_progress(Progress::default());
         run(&mut optimizer, &mut forgetful, 2..3);
         weights != forgetful

@@ -394,13 +394,15 @@ fn every_rule_goes_on_from_its_state_on_other_ranks() {
         let resumed = world(4, |member| {
             let mut rank = Rank::new(&member, loading, config.clone());
             rank.optimizer.set_progress(progress);
-            rank.optimizer.edit_state(|state| {
-                for slice in state.slices_mut() {
-                    let whole = &wholes[slice.param];
-                    let all = &saved[&(slice.name, whole.name.clone())];
-                    slice.values.copy_from_slice(&all[slice.local]);
-                }
-            });
+            rank.optimizer
+                .edit_state(|state| {
+                    for slice in state.slices_mut() {
+                        let whole = &wholes[slice.param];
+                        let all = &saved[&(slice.name, whole.name.clone())];
+                        slice.values.copy_from_slice(&all[slice.local]);
+                    }
+                })
+                .unwrap();
             let mut own = rank.of(&weights);
             (2..4).for_each(|t| rank.step(&mut own, t));
             own

@@ -1,10 +1,10 @@
 //! All stages and one serial rank give the same bits.
 
 use crate::fixture::{
-    config, data_parallel, grads, held, len, lr, noises, reduced, serial, step, whole,
+    config, data_parallel, grads, held, len, lr, noises, params, reduced, serial, step, whole,
 };
 use merak_mpu::testing::world;
-use merak_zero::{ZeroConfig, ZeroOptimizer, ZeroStage};
+use merak_zero::{ExchangeBytes, ZeroConfig, ZeroOptimizer, ZeroStage};
 
 const STAGES: [ZeroStage; 4] = [
     ZeroStage::Replicated,
@@ -58,29 +58,46 @@ fn bucket_sizes_and_threads_change_no_bit() {
 }
 
 #[test]
-fn prescaling_by_powers_of_two_changes_no_bit_of_the_average_and_by_three_only_rounding() {
-    let average = |prescale_gradients: bool, gradient_predivide_factor: f64| {
-        let config = ZeroConfig {
-            prescale_gradients,
-            gradient_predivide_factor,
-            ..config(ZeroStage::Replicated)
+fn prescaling_by_powers_of_two_changes_no_bit_in_any_stage_and_by_three_only_rounding() {
+    for stage in STAGES {
+        let average = |prescale_gradients: bool, gradient_predivide_factor: f64| {
+            let config = ZeroConfig {
+                prescale_gradients,
+                gradient_predivide_factor,
+                ..config(stage)
+            };
+            // A rank that owns nothing may keep nothing.
+            let by_rank = world(4, |member| {
+                let mut optimizer = data_parallel(&member, config.clone());
+                reduced(&mut optimizer, grads(0, member.rank().0)).unwrap()
+            });
+            by_rank.concat()
         };
-        let mut by_rank = world(4, |member| {
-            let mut grads = grads(0, member.rank().0);
-            let mut optimizer = data_parallel(&member, config.clone());
-            optimizer.reduce_gradients(&mut grads).unwrap();
-            grads
-        });
-        by_rank.swap_remove(0)
-    };
-    let plain = average(false, 1.0);
-    // A factor of 1 stands for the number of ranks, 4.
-    assert!(average(true, 1.0) == plain);
-    assert!(average(true, 2.0) == plain);
-    let by_three = average(true, 3.0);
-    assert!(by_three != plain, "the factor has an effect on rounding");
-    for (x, e) in by_three.iter().zip(&plain) {
-        assert!((x - e).abs() < 4.0 * f32::EPSILON);
+        let plain = average(false, 1.0);
+        // A factor of 1 stands for the number of ranks, 4. Below 1 gradients grow before the sum.
+        for factor in [1.0, 2.0, 0.5, 0.125, 16.0] {
+            assert!(average(true, factor) == plain, "{stage:?} by {factor}");
+        }
+        for factor in [3.0, 0.3] {
+            let other = average(true, factor);
+            assert!(other != plain, "{factor} has an effect on rounding");
+            for (x, e) in other.iter().zip(&plain) {
+                assert!((x - e).abs() < 4.0 * f32::EPSILON, "{stage:?} by {factor}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_that_divides_gradients_before_their_sum_has_the_weights_of_one_that_does_not() {
+    let expected = train(2, &config(ZeroStage::Replicated));
+    for (stage, factor) in STAGES.into_iter().zip([0.5, 4.0, 0.25, 1.0]) {
+        let config = ZeroConfig {
+            prescale_gradients: true,
+            gradient_predivide_factor: factor,
+            ..config(stage)
+        };
+        assert!(train(2, &config) == expected, "{stage:?} by {factor}");
     }
 }
 
@@ -93,6 +110,37 @@ fn a_rank_keeps_state_for_its_parts_alone() {
     for stage in [1, 2, 3] {
         let parts = held.iter().map(|held| held[stage]);
         assert_eq!(parts.sum::<usize>(), len());
+    }
+}
+
+#[test]
+fn copies_of_gradients_on_their_way_take_no_more_than_foretold() {
+    for stage in STAGES {
+        for bucket in [1, 25_000, 1 << 30] {
+            let config = ZeroConfig {
+                reduce_bucket_size: bucket,
+                ..config(stage)
+            };
+            let foretold = config.exchange_bytes(params(), 2).unwrap();
+            let held = world(2, |member| {
+                let mut optimizer = data_parallel(&member, config.clone());
+                let mut weights = held(&optimizer, &noises(1, len()));
+                let grads = grads(0, member.rank().0);
+                step(&mut optimizer, &mut weights, grads, lr(0)).unwrap();
+                optimizer.most_summed_bytes()
+            });
+            let most = held[0];
+            assert!(
+                0 < most && most <= foretold.sums,
+                "{stage:?}: {most} of {foretold:?}"
+            );
+            let gathers = [ZeroStage::OptimizerState, ZeroStage::Gradients].contains(&stage);
+            assert_eq!(foretold.gathers > 0, gathers, "{stage:?}");
+            assert_eq!(
+                config.exchange_bytes(params(), 1).unwrap(),
+                ExchangeBytes::default()
+            );
+        }
     }
 }
 

@@ -395,22 +395,50 @@ pub(super) fn param_store(
     params: &[Param],
     offsets: &[usize],
     len: usize,
+    room: (&Pool, &Threads),
+) -> Result<ParamStore> {
+    let (dtype, kept) = store_types(params)?;
+    let zeros = |dtype| flat_zeros(dtype, len);
+    let read = zeros(kept)?;
+    let flat: Box<dyn Buffer> = if kept != dtype && params.iter().any(|param| param.trainable) {
+        let masters = TensorBuffer::new(&zeros(dtype)?).map_err(at("parameters"))?;
+        Box::new(Masters::new(Box::new(masters), &read, room.1)?)
+    } else {
+        Box::new(TensorBuffer::new(&read).map_err(at("parameters"))?)
+    };
+    let views = views(params, offsets, read, room.0)?;
+    Ok(ParamStore { flat, views })
+}
+
+/// Lays out parameters that are kept in bf16 as copies of masters that lie elsewhere.
+pub(super) fn param_copies(
+    params: &[Param],
+    offsets: &[usize],
+    masters: Box<dyn Buffer>,
     (wide, threads): (&Pool, &Threads),
 ) -> Result<ParamStore> {
     let (dtype, kept) = store_types(params)?;
-    let zeros =
-        |dtype: DType| Tensor::zeros(len, dtype.into(), &Device::Cpu).map_err(at("parameters"));
-    let read = zeros(kept)?;
-    let buffer = TensorBuffer::new(&read).map_err(at("parameters"))?;
-    let flat: Box<dyn Buffer> = if kept != dtype && params.iter().any(|param| param.trainable) {
-        Box::new(Masters {
-            flat: TensorBuffer::new(&zeros(dtype)?).map_err(at("parameters"))?,
-            copy: buffer,
-            threads: threads.clone(),
-        })
-    } else {
-        Box::new(buffer)
-    };
+    if kept == dtype || masters.dtype() != dtype {
+        let reason = format!(
+            "are of type {dtype} and kept in {kept}: masters of type {} are not for them",
+            masters.dtype()
+        );
+        return Err(refused("parameters", reason));
+    }
+    let read = flat_zeros(kept, masters.len())?;
+    let flat = Box::new(Masters::new(masters, &read, threads)?);
+    let views = views(params, offsets, read, wide)?;
+    Ok(ParamStore { flat, views })
+}
+
+fn flat_zeros(dtype: DType, len: usize) -> Result<Tensor> {
+    Tensor::zeros(len, dtype.into(), &Device::Cpu).map_err(at("parameters"))
+}
+
+/// The parameters that lie at the given offsets of a flat tensor.
+fn views(params: &[Param], offsets: &[usize], read: Tensor, wide: &Pool) -> Result<Vec<Value>> {
+    let (dtype, kept) = store_types(params)?;
+    let len = read.elem_count();
     let wide = (kept != dtype).then(|| wide.clone());
     let whole = Handle::of_tensor(read, kept, wide, None);
     let mut views = Vec::with_capacity(params.len());
@@ -425,7 +453,7 @@ pub(super) fn param_store(
         }
         views.push(whole.from(offset).into_value(ty.clone()));
     }
-    Ok(ParamStore { flat, views })
+    Ok(views)
 }
 
 /// The element type of parameters, and the one in which nodes find them.
@@ -463,12 +491,21 @@ fn refused(name: &str, reason: String) -> Error {
 /// f32 parameters of which nodes read a copy in bf16. The copy follows each change.
 #[derive(Debug)]
 struct Masters {
-    flat: TensorBuffer,
+    flat: Box<dyn Buffer>,
     copy: TensorBuffer,
     threads: Threads,
 }
 
 impl Masters {
+    /// `copy` is a tensor in the narrower type.
+    fn new(flat: Box<dyn Buffer>, copy: &Tensor, threads: &Threads) -> Result<Self> {
+        Ok(Self {
+            flat,
+            copy: TensorBuffer::new(copy).map_err(at("parameters"))?,
+            threads: threads.clone(),
+        })
+    }
+
     /// Brings some elements of the copy up to date.
     fn renew(&mut self, elements: Range<usize>) {
         let Self {

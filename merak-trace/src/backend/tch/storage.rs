@@ -342,68 +342,178 @@ pub(super) fn param_store(
     offsets: &[usize],
     len: usize,
 ) -> Result<ParamStore> {
-    let refuse = |name: &str, reason: String| Error::Backend {
+    let (dtype, narrow) = store_types(params)?;
+    let mut flat = TchBuffer::zeros(dtype, len, device)?;
+    if let Some(narrow) = narrow {
+        flat.copy = Some(TchBuffer::zeros(narrow, len, device)?.flat);
+    }
+    let memory = |ty: &TensorType| match &flat.copy {
+        Some(copy) if narrow == Some(ty.dtype) => Some(copy),
+        _ => (ty.dtype == dtype).then_some(&flat.flat),
+    };
+    Ok(ParamStore {
+        views: views(params, offsets, len, memory)?,
+        flat: Box::new(flat),
+    })
+}
+
+/// Lays out 16-bit parameters as views of a copy, on the device, of masters in host memory.
+pub(super) fn param_copies(
+    device: Device,
+    params: &[Param],
+    offsets: &[usize],
+    masters: Box<dyn Buffer>,
+) -> Result<ParamStore> {
+    let (_, narrow) = store_types(params)?;
+    let Some(narrow) = narrow.filter(|_| masters.dtype() == DType::F32) else {
+        return Err(refused(
+            "parameters",
+            format!(
+                "have no masters of {}: they are not trained in 16 bits",
+                masters.dtype()
+            ),
+        ));
+    };
+    let len = masters.len();
+    let copy = TchBuffer::zeros(narrow, len, device)?.flat;
+    let memory = |ty: &TensorType| (ty.dtype == narrow).then_some(&copy);
+    Ok(ParamStore {
+        views: views(params, offsets, len, memory)?,
+        flat: Box::new(HostMasters {
+            flat: masters,
+            copy,
+        }),
+    })
+}
+
+/// The parameters at the given offsets of flat tensors of `len` elements; `memory` gives the one
+/// for a type.
+fn views<'a>(
+    params: &[Param],
+    offsets: &[usize],
+    len: usize,
+    memory: impl Fn(&TensorType) -> Option<&'a Tensor>,
+) -> Result<Vec<Value>> {
+    let view = |(param, &offset): (&Param, &usize)| {
+        let ty = &param.local;
+        let Some(memory) = memory(ty).filter(|_| offset + ty.numel() <= len) else {
+            return Err(refused(
+                &param.name,
+                format!("of type {ty} at {offset} does not fit {len} elements"),
+            ));
+        };
+        let view = memory
+            .f_narrow(0, int(offset), int(ty.numel()))
+            .and_then(|view| view.f_reshape(shape_of(ty)));
+        Ok(Handle::new(view.map_err(at(&param.name))?, None).into_value(ty.clone()))
+    };
+    params.iter().zip(offsets).map(view).collect()
+}
+
+fn refused(name: &str, reason: String) -> Error {
+    Error::Backend {
         node: name.to_owned(),
         reason,
-    };
+    }
+}
+
+/// Elements of masters that are copied to the device at once.
+const RENEWED_AT_ONCE: usize = 1 << 24;
+
+/// `f32` parameters in host memory of which nodes read a 16-bit copy on the device. The copy
+/// follows each change.
+#[derive(Debug)]
+struct HostMasters {
+    flat: Box<dyn Buffer>,
+    copy: Tensor,
+}
+
+// SAFETY: a shared buffer only reads its tensor, like `Handle`.
+unsafe impl Sync for HostMasters {}
+
+impl HostMasters {
+    /// Brings some elements of the copy up to date.
+    fn renew(&mut self, elements: Range<usize>) {
+        let Self { flat, copy } = self;
+        flat.read(&mut |bytes| {
+            let all: &[f32] = bytemuck::cast_slice(bytes);
+            let starts = elements.clone().step_by(RENEWED_AT_ONCE);
+            for start in starts {
+                let len = RENEWED_AT_ONCE.min(elements.end - start);
+                let values = Tensor::from_slice(&all[start..start + len]);
+                copy.narrow(0, int(start), int(len)).copy_(&values);
+            }
+        });
+    }
+}
+
+impl Buffer for HostMasters {
+    fn dtype(&self) -> DType {
+        self.flat.dtype()
+    }
+
+    fn len(&self) -> usize {
+        self.flat.len()
+    }
+
+    fn read(&self, f: &mut dyn FnMut(&[u8])) {
+        self.flat.read(f);
+    }
+
+    fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
+        self.flat.write(f);
+        self.written();
+    }
+
+    fn write_part(&mut self, bytes: Range<usize>, f: &mut dyn FnMut(&mut [u8])) {
+        self.flat.write_part(bytes.clone(), f);
+        let size = self.flat.dtype().size_bytes();
+        self.renew(bytes.start / size..bytes.end.div_ceil(size));
+    }
+
+    fn memory(&mut self) -> Memory {
+        self.flat.memory()
+    }
+
+    fn written(&mut self) {
+        self.renew(0..self.flat.len());
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
+        self
+    }
+}
+
+/// The element type of the flat memory of parameters and, if 16-bit parameters have masters, that
+/// of their copy.
+fn store_types(params: &[Param]) -> Result<(DType, Option<DType>)> {
     if let Some(param) = params
         .iter()
         .find(|param| param.kept_dtype() != param.local.dtype)
     {
         let (kept, ty) = (param.kept_dtype(), &param.local);
-        return Err(refuse(
+        return Err(refused(
             &param.name,
             format!(
                 "is to be kept in {kept} and read as {ty}; the tch backend keeps what nodes read"
             ),
         ));
     }
-    let (dtype, narrow) = store_types(params);
-    if !dtype.is_float() {
-        return Err(refuse(
-            "parameters",
-            format!("are of type {dtype}; the tch backend trains in f32, f64, bf16 or f16"),
-        ));
-    }
-    let mut flat = TchBuffer::zeros(dtype, len, device)?;
-    if let Some(narrow) = narrow {
-        flat.copy = Some(TchBuffer::zeros(narrow, len, device)?.flat);
-    }
-    let mut views = Vec::with_capacity(params.len());
-    for (param, &offset) in params.iter().zip(offsets) {
-        let ty = &param.local;
-        let memory = match &flat.copy {
-            Some(copy) if narrow == Some(ty.dtype) => Some(copy),
-            _ => (ty.dtype == dtype).then_some(&flat.flat),
-        };
-        let Some(memory) = memory.filter(|_| offset + ty.numel() <= len) else {
-            return Err(refuse(
-                &param.name,
-                format!("of type {ty} at {offset} does not fit {len} elements of {dtype}"),
-            ));
-        };
-        let view = memory
-            .f_narrow(0, int(offset), int(ty.numel()))
-            .and_then(|view| view.f_reshape(shape_of(ty)));
-        views.push(Handle::new(view.map_err(at(&param.name))?, None).into_value(ty.clone()));
-    }
-    Ok(ParamStore {
-        flat: Box::new(flat),
-        views,
-    })
-}
-
-/// The element type of the flat memory of parameters and, if 16-bit parameters have masters, that
-/// of their copy.
-fn store_types(params: &[Param]) -> (DType, Option<DType>) {
     let mut types = params.iter().map(|param| param.local.dtype);
     let first = types.clone().next().unwrap_or(DType::F32);
     let are_alike = types.clone().all(|dtype| dtype == first);
     let has_masters = !are_alike || params.iter().any(|param| param.trainable);
-    match types.find(|dtype| matches!(dtype, DType::BF16 | DType::F16)) {
+    let (dtype, narrow) = match types.find(|dtype| matches!(dtype, DType::BF16 | DType::F16)) {
         Some(narrow) if has_masters => (DType::F32, Some(narrow)),
         _ => (first, None),
+    };
+    if !dtype.is_float() {
+        return Err(refused(
+            "parameters",
+            format!("are of type {dtype}; the tch backend trains in f32, f64, bf16 or f16"),
+        ));
     }
+    Ok((dtype, narrow))
 }
 
 #[cfg(test)]

@@ -467,6 +467,8 @@ fn the_bench_prints_one_line_of_json() {
             "peak_bytes",
             "state_bytes",
             "planned_state_bytes",
+            "exchange_bytes",
+            "planned_exchange_bytes",
             "replica_link_ms",
             "replica_wait_ms"
         ]
@@ -478,7 +480,10 @@ fn the_bench_prints_one_line_of_json() {
     let elements = single["params"].as_u64().expect("a number");
     assert_eq!(single["state_bytes"], 16 * elements);
     assert_eq!(single["planned_state_bytes"], 16 * elements);
+    assert_eq!(single["planned_exchange_bytes"], 0);
     let slow = bench("--dp 2 --zero 3 --replica-link 10");
+    let [held, most] = ["exchange_bytes", "planned_exchange_bytes"].map(|key| slow[key].as_u64());
+    assert!(held > Some(0) && held <= most, "{slow}");
     assert_eq!(slow["first_loss"], single["first_loss"]);
     let ms = |key: &str| slow[key].as_f64().expect("a number");
     assert!(ms("replica_link_ms") > 0.0);

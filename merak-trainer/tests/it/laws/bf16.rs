@@ -114,6 +114,55 @@ fn a_trained_parameter_takes_eighteen_bytes_and_one_that_is_only_read_takes_two(
 }
 
 #[test]
+fn amp_rounds_products_alone_and_keeps_weights_of_f32() {
+    let wide = wide().with_tied(false).with_dropout(0.1);
+    let amp = |case: &Case| {
+        let case = case.clone().with("bf16", true);
+        case.with("half_precision_backend", "amp")
+    };
+    let (full, alone) = (wide.run(6), amp(&wide).run(6));
+    assert!(numbers(&alone.reports) != numbers(&full.reports));
+    assert_close_losses(&alone.reports, &full.reports, 2.0 * ROUNDING, "amp");
+    let in_stages = amp(&wide).on((1, 1, 2)).run(6);
+    assert_same_bits(&in_stages, &alone, "two stages");
+    let replicas = wide.clone().on((2, 2, 1));
+    for stage in 0..=3 {
+        let run = amp(&replicas).with("zero_stage", stage).run(6);
+        let what = format!("zero {stage}");
+        assert_close_losses(&run.reports, &alone.reports, 2.0 * ROUNDING, &what);
+    }
+    let case = amp(&wide).with("zero_stage", 0);
+    let elements = case.plan().graph.num_elements();
+    let held = case.on_ranks(|trainer| Ok(trainer.memory()))[0];
+    let kept = (held.weights, held.gradients, held.optimizer);
+    assert_eq!(kept, (4 * elements, 4 * elements, 8 * elements));
+}
+
+#[test]
+fn replicas_have_the_same_bits_after_every_step_in_bf16() {
+    for stage in 0..=3 {
+        for tp in [1, 2] {
+            let case = wide().on((2, tp, 1)).with("zero_stage", stage);
+            let case = case.with("bf16", true).with_dropout(0.1);
+            let ranks = case.on_ranks(|trainer| {
+                let mut steps = Vec::new();
+                for _ in 0..4 {
+                    trainer.train_step()?;
+                    steps.push(trainer.parameters()?);
+                }
+                Ok((trainer.mpu().coord(), steps))
+            });
+            for (place, steps) in &ranks {
+                let of_replica = |other: &&(merak_mpu::Coord, _)| other.0.tp == place.tp;
+                for (_, others) in ranks.iter().filter(of_replica) {
+                    assert!(steps == others, "stage {stage}, tp {tp}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn the_mean_loss_of_a_longer_run_in_bf16_is_that_of_f32() {
     let case = wide().with("max_steps", 140).with("learning_rate", 3e-3);
     let last = |case: &Case| {

@@ -53,6 +53,26 @@ fn model_state_takes_what_its_stage_says_and_the_plan_foretells_it() {
 }
 
 #[test]
+fn the_plan_bounds_the_buckets_on_their_way_between_replicas() {
+    for stage in 0..=3 {
+        for bf16 in [false, true] {
+            let case = case().on((2, 1, 1)).with_microbatches(4);
+            let case = case.with("zero_stage", stage).with("bf16", bf16);
+            let held = case.on_ranks(|trainer| {
+                trainer.train_step()?;
+                Ok(trainer.memory().exchange)
+            });
+            let needs = case.plan().memory(&case.arguments(), &[]);
+            let most = needs.expect("a legal plan")[0].exchange;
+            let what = format!("stage {stage}, bf16 {bf16}: {held:?} of {most}");
+            assert!(held.iter().all(|&held| 0 < held && held <= most), "{what}");
+        }
+    }
+    let alone = case().plan().memory(&case().arguments(), &[]);
+    assert_eq!(alone.expect("a legal plan")[0].exchange, 0);
+}
+
+#[test]
 fn the_plan_foretells_what_a_rank_holds_beside_frozen_weights() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let lora = serde_json::json!({ "target_modules": ["c_attn"], "r": 64 });

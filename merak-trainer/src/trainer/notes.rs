@@ -1,0 +1,126 @@
+//! What a run is told at its start of choices that cost more than they give.
+
+use crate::{
+    config::CheckedArguments,
+    plan::{kept_bytes, kept_under},
+};
+use merak_partition::{ParamBytes, ParamSums};
+use merak_trace::{Units, backend::candle::Products};
+use merak_zero::ZeroConfig;
+
+/// Warns of what the arguments ask for without a use, on the first rank.
+pub(super) fn warn(args: &CheckedArguments) {
+    let (zero_stage, pp) = (u8::from(args.zero_stage), args.pp);
+    if zero_stage >= 2 && pp > 1 && args.dp > 1 {
+        tracing::warn!(
+            zero_stage,
+            pp,
+            "with several pipeline stages every microbatch is reduced apart: zero_stage 1 sends less"
+        );
+    }
+    let units = Units::of_processor().min(args.compute.units.into());
+    if args.products() == Products::Rounded && units == Units::None {
+        tracing::warn!(
+            "no unit for products of bf16 is here, or \"compute.units\" leaves it out: {}",
+            without_units(args)
+        );
+    }
+    if args.offload_optimizer != args.offload() {
+        tracing::warn!(
+            "\"offload_optimizer\" host changes nothing: \"compute.device\" is cpu, whose weights lie in host memory \
+             too; disk keeps optimizer state in files"
+        );
+    }
+}
+
+/// What `bf16` is good for where products take as long as in f32.
+fn without_units(args: &CheckedArguments) -> String {
+    if args.narrow().is_none() {
+        return "\"half_precision_backend\" amp saves neither time nor memory".to_owned();
+    }
+    let config = ZeroConfig {
+        has_masters: false,
+        ..args.zero_config(1)
+    };
+    let narrow = trained_bytes(kept_bytes(args, args.dp), 2, args.dp);
+    let wide = trained_bytes(kept_under(&config, args.dp), 4, args.dp);
+    let saved = if narrow < wide {
+        "saves memory and no time"
+    } else {
+        "saves no time, and memory only of weights that are not trained"
+    };
+    format!(
+        "\"bf16\" {saved}: a trained weight takes {narrow} bytes with all that is kept for it, in f32 {wide}"
+    )
+}
+
+/// Bytes on each rank for a trained weight of some bytes, rounded to tenths.
+fn trained_bytes(kept: ParamBytes, weight_bytes: usize, replicas: usize) -> f64 {
+    // As many elements as replicas can divide without a rest.
+    let elements = 1000 * replicas;
+    let held = kept.held(ParamSums {
+        frozen_bytes: 0,
+        trained: elements,
+        narrow: if weight_bytes == 2 { elements } else { 0 },
+        trained_bytes: weight_bytes * elements,
+        uses: elements,
+    });
+    (10.0 * held.total() as f64 / elements as f64).round() / 10.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    fn note(keys: &str) -> String {
+        let line: Vec<_> = keys.split(' ').map(|key| format!("--{key}")).collect();
+        let args = Config::load(None, [], &line).unwrap().check().unwrap();
+        without_units(&args)
+    }
+
+    #[test]
+    fn bf16_without_units_is_said_to_save_what_it_saves() {
+        let whole = "\"bf16\" saves no time, and memory only of weights that are not trained: a trained weight \
+                     takes 18 bytes with all that is kept for it, in f32 16";
+        for keys in [
+            "bf16 zero_stage=0",
+            "bf16 zero_stage=3",
+            "bf16 zero_stage=0 dp=4",
+        ] {
+            assert_eq!(note(keys), whole);
+        }
+        let cases = [
+            ("bf16 dp=2", "saves no time,", "12 bytes", "f32 12"),
+            ("bf16 dp=4", "saves memory and no time", "9 bytes", "f32 10"),
+            (
+                "bf16 dp=4 zero_stage=2",
+                "saves memory and no time",
+                "6 bytes",
+                "f32 7",
+            ),
+            (
+                "bf16 dp=4 zero_stage=3",
+                "saves no time,",
+                "4 bytes",
+                "f32 4",
+            ),
+            (
+                "bf16 dp=3 optim=sgd",
+                "saves memory and no time",
+                "7.3 bytes",
+                "f32 8",
+            ),
+        ];
+        for (keys, saved, narrow, wide) in cases {
+            let text = note(keys);
+            let has = |part: &str| text.contains(part);
+            assert!(
+                has(saved) && has(narrow) && text.ends_with(wide),
+                "{keys}: {text}"
+            );
+        }
+        let amp = note("bf16 half_precision_backend=amp");
+        assert!(amp.ends_with("neither time nor memory"), "{amp}");
+    }
+}
