@@ -58,6 +58,7 @@ impl Error {
     pub(crate) fn keys(&self) -> Vec<&'static str> {
         match self {
             Self::ReadInput { key, .. }
+            | Self::Config(ConfigError::UnknownMetric { key, .. })
             | Self::Blamed {
                 key, place: None, ..
             } => vec![key],
@@ -70,7 +71,6 @@ impl Error {
             Self::Folder(FolderError::OutputDir { .. }) => vec!["output_dir"],
             Self::Folder(FolderError::LoggingDir { .. }) => vec!["logging_dir"],
             Self::Resume(ResumeError::NoCheckpoint { .. }) => vec!["resume_from_checkpoint"],
-            Self::Config(ConfigError::UnknownMetric { key, .. }) => vec![key],
             Self::Data(error) => error.keys(),
             Self::Plan(error) => error.keys(),
             Self::Model(error) => of_model(error),

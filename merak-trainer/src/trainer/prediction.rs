@@ -146,7 +146,7 @@ impl MerakTrainer {
         buffer.read(&mut |bytes| values = floats(ty.dtype, bytes).into_owned());
         // The backend reuses the memory.
         drop(self.stages.backend.from_buffer(&ty, buffer)?);
-        let shape = ty.shape.to_vec();
+        let shape = ty.shape.clone();
         Ok(Predicted { shape, values })
     }
 }

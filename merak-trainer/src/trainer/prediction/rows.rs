@@ -8,6 +8,9 @@ use merak_mpu::Group;
 #[derive(Debug, Clone, Default)]
 pub(in crate::trainer) struct Rows(Vec<Row>);
 
+/// The predictions of each sample, and its labels.
+type Gathered = (Vec<Vec<f32>>, Vec<Vec<i64>>);
+
 #[derive(Debug, Clone, PartialEq)]
 struct Row {
     sample: usize,
@@ -46,10 +49,7 @@ impl Rows {
     ///
     /// # Communication
     /// A gathering.
-    pub(in crate::trainer) fn gather(
-        self,
-        world: &Group,
-    ) -> Result<(Vec<Vec<f32>>, Vec<Vec<i64>>)> {
+    pub(in crate::trainer) fn gather(self, world: &Group) -> Result<Gathered> {
         let parts = world.gather_bytes(self.to_bytes(), 0)?;
         let mut rows: Vec<_> = parts.iter().flat_map(|part| from_bytes(part)).collect();
         rows.sort_by_key(|row| row.sample);
