@@ -205,6 +205,17 @@ impl RelativeBuckets {
     }
 }
 
+/// What the gradient of a joined value is on each of the ranks that join it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum JoinedGrad {
+    /// The whole gradient, since all ranks do the same work: a rank keeps its own slice.
+    #[default]
+    Whole,
+    /// A summand, since each rank does a part of the work: the slices are summed.
+    Summand,
+}
+
 /// Rotary position embedding, rotate-half convention.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Rope {
@@ -408,12 +419,16 @@ pub enum Op {
         /// The mesh axis.
         axis: Axis,
     },
-    /// `x -> x` joined from the slices of all ranks; backward keeps the rank's own slice.
+    /// `x -> x` joined from the slices of all ranks; backward keeps the rank's own slice, or that
+    /// of the sum over the ranks.
     AllGather {
         /// The mesh axis.
         axis: Axis,
         /// How the result is cut.
         shard: Shard,
+        /// What the gradient of the result is.
+        #[serde(default)]
+        grad: JoinedGrad,
     },
     /// `x -> own slice`; backward joins the slices.
     Scatter {
@@ -423,6 +438,25 @@ pub enum Op {
         shard: Shard,
         /// Size of one slice.
         local: usize,
+    },
+    /// `x -> own slice of the sum over the ranks of the axis`; backward joins the slices.
+    ReduceScatter {
+        /// The mesh axis.
+        axis: Axis,
+        /// How the operand is cut.
+        shard: Shard,
+        /// Size of one slice.
+        local: usize,
+    },
+    /// `own slice of x along one dimension -> own slice of x along another`; backward goes the
+    /// other way.
+    AllToAll {
+        /// The mesh axis.
+        axis: Axis,
+        /// How the operand is cut.
+        from: Shard,
+        /// How the result is cut; another dimension.
+        to: Shard,
     },
 }
 
@@ -499,6 +533,8 @@ impl Op {
             Self::AllReduce { .. } => "all_reduce",
             Self::AllGather { .. } => "all_gather",
             Self::Scatter { .. } => "scatter",
+            Self::ReduceScatter { .. } => "reduce_scatter",
+            Self::AllToAll { .. } => "all_to_all",
         }
     }
 
@@ -547,7 +583,9 @@ impl Op {
             | Self::Zeros { .. }
             | Self::AllReduce { .. }
             | Self::AllGather { .. }
-            | Self::Scatter { .. } => ResultMemory::Own,
+            | Self::Scatter { .. }
+            | Self::ReduceScatter { .. }
+            | Self::AllToAll { .. } => ResultMemory::Own,
         }
     }
 
@@ -560,13 +598,18 @@ impl Op {
                 | Self::AllReduce { .. }
                 | Self::AllGather { .. }
                 | Self::Scatter { .. }
+                | Self::ReduceScatter { .. }
+                | Self::AllToAll { .. }
         )
     }
 
     /// The mesh axis that this operation communicates over, forward.
     pub fn communicates(&self) -> Option<Axis> {
         match self {
-            Self::AllReduce { axis } | Self::AllGather { axis, .. } => Some(*axis),
+            Self::AllReduce { axis }
+            | Self::AllGather { axis, .. }
+            | Self::ReduceScatter { axis, .. }
+            | Self::AllToAll { axis, .. } => Some(*axis),
             _ => None,
         }
     }

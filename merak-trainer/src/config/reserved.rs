@@ -43,8 +43,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("zero_allow_untested_optimizer", FALSE),
     reserved("split_inputs", FALSE),
     reserved("parallel_vocab", FALSE),
-    reserved("sequence_parallel", FALSE),
-    reserved("sequence_dim", &["1"]),
     reserved("dealloc_pipeoutput", FALSE),
     reserved("tp_overlapping_level", &["0"]),
     reserved("do_predict", FALSE),

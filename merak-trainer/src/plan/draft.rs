@@ -8,10 +8,10 @@ use crate::{
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{SegmentOptions, Segments, segment};
-use merak_tp::{LayerLists, rewrite};
+use merak_tp::{LayerLists, Options, Sequence, rewrite_with};
 use merak_trace::{
     Graph, Param,
-    models::{Head, Model, ModelInfo, TraceOptions},
+    models::{self, Head, Model, ModelInfo, TraceOptions},
 };
 use std::sync::Arc;
 
@@ -60,6 +60,9 @@ pub struct Draft {
     /// The adapter that is trained in place of the model, if any.
     pub lora: Option<Lora>,
     pub(super) lists: LayerLists,
+    /// The dimension of hidden states that tensor ranks share between the split regions, if they
+    /// do.
+    pub(super) sequence_dim: Option<usize>,
     /// The element type in which weights are kept, where nodes compute in another: under an adapter
     /// the frozen ones.
     pub(super) kept: Option<DType>,
@@ -105,7 +108,10 @@ impl Draft {
         let traced = model.trace(&trace)?;
         let adapted = with_adapter(traced, inputs.lora.clone(), info.family, kept);
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
-        let rewritten = rewrite(&graph, &lists, args.tp)?;
+        let sequence_dim = args.sequence_parallel.then_some(args.sequence_dim);
+        let sequence = sequence_dim.map_or(Sequence::Whole, |dim| Sequence::Cut { dim });
+        let split = Options::new(args.tp).with_sequence(sequence);
+        let rewritten = rewrite_with(&graph, &lists, &split)?;
         let options = SegmentOptions {
             method: args.split_method,
             target_segments: args.shard_count,
@@ -126,6 +132,7 @@ impl Draft {
             tensor: rewritten.report,
             lora,
             lists,
+            sequence_dim,
             kept,
             trace,
         };
@@ -149,6 +156,13 @@ fn check(info: &ModelInfo, args: &CheckedArguments) -> Result<()> {
         if let Some(token) = token.filter(|&token| token as usize >= vocab) {
             return Err(Error::Plan(PlanError::UnknownToken { key, token, vocab }));
         }
+    }
+    // This program traces the known ones, and so knows the order of their dimensions.
+    let is_known = models::family(info.family).is_some();
+    if args.sequence_parallel && args.sequence_dim == 0 && is_known {
+        return Err(Error::Plan(PlanError::SequenceDim {
+            family: info.family,
+        }));
     }
     Ok(())
 }

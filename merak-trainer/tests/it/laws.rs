@@ -12,6 +12,7 @@ pub(crate) mod narrow; // adapters beside weights in bf16
 mod optimizers; // L2, L3: every rule of the optimizer
 mod pipeline; // L1: the pipeline changes no bit
 mod resume; // L3, L5: resumed runs and equal bytes
+mod sequence; // L2, N1, N2: slices of the sequence between split regions
 mod stages; // L1, L3: several stages per rank
 mod topology; // L2: the degrees change the order of summation only
 mod update; // N18: what a step may touch
