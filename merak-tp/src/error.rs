@@ -62,9 +62,9 @@ pub enum Error {
     },
     /// The ranks cannot share the sequence evenly.
     #[error(
-        "{module}: a sequence of {len} cannot be cut over tp = {degree} (\"sequence_parallel\"): choose \"tp\" among {}, or \
-         a \"seq_length\" that is a multiple of it",
-        listed(legal)
+        "{module}: a sequence of {len} cannot be cut over tp = {degree} (\"sequence_parallel\"): choose \"tp\" among {}, or another \
+         \"seq_length\", such as {}",
+        listed(legal), len.next_multiple_of(*degree)
     )]
     Sequence {
         /// Path of the module whose results are to be cut.

@@ -138,7 +138,18 @@ fn a_layer_gathers_and_scatters_twice_and_its_norms_are_summed() {
     let expected =
         expected.chain(["ln_f.weight", "ln_f.bias"].map(|name| format!("transformer.{name}")));
     assert_eq!(summed, expected.collect::<Vec<_>>());
-    insta::assert_snapshot!(split.report.to_string(), @"");
+    insta::assert_snapshot!(split.report.to_string(), @r"
+    tensor parallel over 2 ranks: 4 layers split
+      col transformer.h.0.attn.c_attn  16 -> 48 in 3 parts  (input_output_mapping, entry 1: inputs to outputs 1:3, column-parallel)
+      row transformer.h.0.attn.c_proj  16 -> 16  (input_output_mapping, entry 2: inputs to outputs 1:1, row-parallel)
+      col transformer.h.0.mlp.c_fc     16 -> 64  (input_output_mapping, entry 3: inputs to outputs 1:4, column-parallel)
+      row transformer.h.0.mlp.c_proj   64 -> 16  (input_output_mapping, entry 4: inputs to outputs 4:1, row-parallel)
+      forward all_gather: 2 per microbatch, 4096 bytes
+      forward all_reduce: 1 per microbatch, 8 bytes
+      forward reduce_scatter: 2 per microbatch, 4096 bytes
+      backward all_gather: 2 per microbatch, 4096 bytes
+      backward reduce_scatter: 2 per microbatch, 4096 bytes
+    ");
 }
 
 #[test]
@@ -264,7 +275,7 @@ fn an_odd_sequence_is_refused_with_the_degrees_that_divide_it() {
             ..
         }
     ));
-    insta::assert_snapshot!(error.to_string(), @"");
+    insta::assert_snapshot!(error.to_string(), @r#"transformer.wte: a sequence of 6 cannot be cut over tp = 4 ("sequence_parallel"): choose "tp" among 1, 2, or another "seq_length", such as 8"#);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use crate::support::{gpt2, llama, model, split_model};
 use merak_tp::{LayerTraffic, Options, Sequence, Traffic, default_lists, rewrite_with};
-use merak_trace::{Axis, Graph, RecomputePlan, StageCuts, StageProgram, models::TraceOptions};
+use merak_trace::{Axis, Graph, Op, RecomputePlan, StageCuts, StageProgram, models::TraceOptions};
 
 /// Bytes of `[2, 8, 16]` in f32.
 const HIDDEN: usize = 2 * 8 * 16 * 4;
@@ -99,6 +99,16 @@ fn slices_of_the_sequence_move_as_many_bytes() {
         let counts = [row.forward, row.recomputed, row.backward];
         assert_eq!((counts, row.bytes), ([2, 0, 2], 4 * HIDDEN), "{row:?}");
     }
+    // Joined inputs that are not kept are joined again.
+    let nodes = split.graph.nodes().iter().enumerate();
+    let joins = nodes.filter(|(_, node)| matches!(node.op, Op::AllGather { .. }));
+    let plan = RecomputePlan {
+        nodes: joins.map(|(index, _)| index).collect(),
+        ..RecomputePlan::default()
+    };
+    let again = self::traffic(&split.graph, &plan);
+    let joins = of_layers(&again).filter(|row| row.collective == "all_gather");
+    assert!(joins.map(|row| row.recomputed).eq([2, 2]));
     let table = traffic.to_string();
     assert!(
         table.contains("in total") && table.lines().count() > 5,

@@ -139,7 +139,7 @@ fn check_sequence(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             "seq_length",
             length,
             format_args!(
-                "a multiple of \"tp\", which is {}, while \"sequence_parallel\" is true: {} is near",
+                "a multiple of \"tp\", which is {}, while \"sequence_parallel\" is true, such as {}",
                 a.tp,
                 length.next_multiple_of(a.tp),
             ),

@@ -65,7 +65,7 @@ settings! {
         sequence_parallel: bool = false,
         /// Dimension of hidden states that holds the sequence: 1 for those of all families, 0 for
         /// models of your own that put the sequence first.
-        sequence_dim: usize [at_most 1] = 1,
+        sequence_dim: usize [at_least 0, at_most 1] = 1,
         /// Ranks of the pipeline.
         pp: usize [at_least 1] = 1,
         /// Order of the microbatches' forwards and backwards on each rank.
