@@ -25,8 +25,8 @@ pub struct LayerTraffic {
     /// How many there are in the backward.
     pub backward: usize,
     /// Bytes of the whole values of all of them. Over a ring of `T` ranks each sends `2(T-1)/T` of
-    /// them in an all-reduce, `(T-1)/T` in an all-gather or a reduce-scatter, and `(T-1)/T²` in an
-    /// all-to-all.
+    /// them in an all-reduce, `(T-1)/T` in an all-gather or a reduce-scatter, and a `T`-th of that
+    /// in an all-to-all.
     pub bytes: usize,
 }
 

@@ -63,7 +63,8 @@ pub struct ZeroOptimizer {
     model: GlobalParams,
     config: ZeroConfig,
     model_group: Group,
-    /// The ranks that hold the pieces of the same parameters, or the summands of the same gradients.
+    /// The ranks that hold the pieces of the same parameters, or the summands of the same
+    /// gradients.
     tensor_group: Option<Group>,
     products: Arc<dyn MatrixProducts>,
     exchange: Exchange,

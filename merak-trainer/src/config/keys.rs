@@ -60,8 +60,8 @@ settings! {
         dp: usize [at_least 1] = 1,
         /// Tensor-parallel ranks per replica and stage.
         tp: usize [at_least 1] = 1,
-        /// Whether tensor-parallel ranks share the sequence between the layers that they split, where
-        /// otherwise each has all of it; they must divide its length.
+        /// Whether tensor-parallel ranks share the sequence between the layers that they split,
+        /// where otherwise each has all of it; they must divide its length.
         sequence_parallel: bool = false,
         /// Dimension of hidden states that holds the sequence: 1 for those of all families, 0 for
         /// models of your own that put the sequence first.
