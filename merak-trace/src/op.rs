@@ -61,6 +61,19 @@ pub enum Activation {
     Tanh,
 }
 
+impl Activation {
+    /// The names of the function and of its gradient.
+    fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Self::GeluTanh => ("gelu_tanh", "gelu_tanh_grad"),
+            Self::GeluErf => ("gelu", "gelu_grad"),
+            Self::Silu => ("silu", "silu_grad"),
+            Self::Relu => ("relu", "relu_grad"),
+            Self::Tanh => ("tanh", "tanh_grad"),
+        }
+    }
+}
+
 /// Where a slice of a tensor that is cut over the ranks of an axis lies in the whole tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AxisSlice {
@@ -494,20 +507,8 @@ impl Op {
             Self::AttentionGrad(_) => "attention_grad",
             Self::Rope(rope) if rope.inverse => "rope_inverse",
             Self::Rope(_) => "rope",
-            Self::Activation(kind) => match kind {
-                Activation::GeluTanh => "gelu_tanh",
-                Activation::GeluErf => "gelu",
-                Activation::Silu => "silu",
-                Activation::Relu => "relu",
-                Activation::Tanh => "tanh",
-            },
-            Self::ActivationGrad(kind) => match kind {
-                Activation::GeluTanh => "gelu_tanh_grad",
-                Activation::GeluErf => "gelu_grad",
-                Activation::Silu => "silu_grad",
-                Activation::Relu => "relu_grad",
-                Activation::Tanh => "tanh_grad",
-            },
+            Self::Activation(kind) => kind.names().0,
+            Self::ActivationGrad(kind) => kind.names().1,
             Self::SiluMul => "silu_mul",
             Self::SiluMulGrad => "silu_mul_grad",
             Self::InverseRoot => "inverse_root",

@@ -16,6 +16,10 @@ use std::ops::Range;
 /// assert_eq!(bias.numel(), 64);
 /// ```
 #[derive(Debug, Clone, PartialEq)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a fact of its own about the parameter"
+)]
 pub struct ParamSpec {
     /// Name of the logical parameter in the whole model.
     pub name: String,

@@ -2,6 +2,7 @@
 //! order of summation only.
 
 use merak_trainer::{Workload, chain};
+use serde_json::json;
 use tempfile::tempdir;
 
 use super::{
@@ -72,6 +73,18 @@ fn every_zero_stage_and_the_pipeline_train_like_one_rank() {
             &[("recompute", "selective"), ("recompute_ops", "norm,gather")],
         ];
         check(&case, &ways.map(|keys| recomputed(&case, keys)), 5);
+    }
+}
+
+#[test]
+fn adapters_and_rules_of_matrices_train_like_one_rank() {
+    let folder = tempdir().expect("a temporary folder");
+    let dora = json!({ "target_modules": ["c_attn", "c_proj"], "r": 4, "use_dora": true });
+    let case = Case::gpt2().with_dropout(0.1);
+    let adapted = case.clone().with_lora(folder.path(), &dora);
+    for case in [adapted, case.with("optim", "muon")] {
+        let (alone, run) = (case.run(8), cut(&case, (2, 2, 2)).run(8));
+        assert_close_losses(&run.reports, &alone.reports, 1e-4, &format!("{case:?}"));
     }
 }
 
