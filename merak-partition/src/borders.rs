@@ -1,6 +1,6 @@
 //! What crosses each border between two nodes, and which borders may be cut.
 
-use merak_trace::{Axis, Graph, Node, Op, Source, ValueId};
+use merak_trace::{Axis, Graph, Node, Op, Source, ValueId, op::JoinedGrad};
 
 /// A value with more users than this is not counted: stages hand it along.
 const MAX_COUNTED_USERS: usize = 5;
@@ -148,11 +148,11 @@ fn functions_of_inputs(graph: &Graph) -> Vec<bool> {
     free
 }
 
-/// For each value, whether it is a summand that an all-reduce completes, or its gradient is one.
+/// For each value, whether it is a summand that a sum over ranks completes, or its gradient is one.
 fn open_values(graph: &Graph) -> Vec<bool> {
     let mut partial = vec![false; graph.num_values()];
     for node in graph.nodes() {
-        if matches!(node.op, Op::AllReduce { .. }) {
+        if matches!(node.op, Op::AllReduce { .. } | Op::ReduceScatter { .. }) {
             partial[node.inputs[0].index()] = true;
         }
         let starts = makes_partial_sum(graph, node);
@@ -162,15 +162,17 @@ fn open_values(graph: &Graph) -> Vec<bool> {
             partial[output.index()] |= starts || passes;
         }
     }
-    // The gradient of a copy into a split region is a summand until it has passed the copy.
-    for node in graph
-        .nodes()
-        .iter()
-        .filter(|node| matches!(node.op, Op::CopyTo { .. }))
-    {
+    // The gradient at the begin of a split region is a summand until it has left the region.
+    for node in graph.nodes().iter().filter(|node| opens_region(&node.op)) {
         partial[node.outputs[0].index()] = true;
     }
     partial
+}
+
+/// Whether each rank does a different part of the work with the whole result.
+fn opens_region(op: &Op) -> bool {
+    let joins = |grad: JoinedGrad| grad == JoinedGrad::Summand;
+    matches!(op, Op::CopyTo { .. }) || matches!(op, Op::AllGather { grad, .. } if joins(*grad))
 }
 
 /// Whether a node multiplies with, or looks up in, a table whose summed dimension is split over

@@ -4,45 +4,46 @@
 //! |---|---|---|---|
 //! | whole | work of each rank's own | identity (`copy_to`) | all-reduce |
 //! | partial | whole | all-reduce | identity |
+//! | partial | slices | reduce-scatter | all-gather |
 //! | slices | whole | all-gather | own slice |
+//! | slices | work of each rank's own | all-gather | reduce-scatter |
+//! | slices | slices of another dimension | all-to-all | all-to-all |
 //! | whole | slices | own slice (`scatter`) | all-gather |
 //!
 //! Each form of a value is made once and shared by all of its users, so the query, key and value
 //! projections of a layer have one `copy_to` and one all-reduce backward.
+//!
+//! In a graph with whole sequences that has the nodes of one with cuts
+//! ([`Sequence::WholeLikeCut`](crate::Sequence::WholeLikeCut)), a conversion to or from a slice of
+//! the sequence is the one node that leaves it whole.
 
-use crate::{Result, report::Gather, rewriter::Rewriter, rules::Need};
-use merak_trace::{Axis, Op, Placement, Shard, Source, ValueId};
+use crate::{
+    Result,
+    report::Gather,
+    rewriter::{Placed, Rewriter},
+    rules::Need,
+};
+use merak_trace::{Axis, Op, Placement, Shard, Source, ValueId, op::JoinedGrad};
 use std::sync::Arc;
 
 impl Rewriter<'_> {
     /// The value of the new graph that holds `value` in the form `need`; `user` asks for it.
+    /// `along_sequence` says that a slice is one of the sequence.
     ///
     /// A parameter that is cut at its first use is placed that way: a rank holds only its slice.
     pub(crate) fn convert(
         &mut self,
         value: ValueId,
         need: &Need,
+        along_sequence: bool,
         scope: &Arc<str>,
         user: &str,
     ) -> Result<ValueId> {
-        let is_param = self.model.param_of(value).is_some();
-        let placed = self
-            .placed
-            .get_mut(&value)
-            .expect("a graph assigns values before it uses them");
-        if let (true, Need::Cut(shard)) = (
-            is_param && !placed.is_fixed && placed.forms.is_empty(),
-            need,
-        ) {
-            placed.placement = Placement::Shard(shard.clone());
-            let id = self
-                .graph
-                .param_of(placed.value)
-                .expect("parameters of the model are parameters here");
-            let placement = placed.placement.clone();
-            self.graph
-                .place_param(id, Axis::Tensor, placement, self.degree);
+        if let Some(summed) = self.as_summed(value, need) {
+            return Ok(summed);
         }
+        self.place_param(value, need, along_sequence);
+        let placed = self.placed_mut(value);
         let as_it_lies = match (&placed.placement, need) {
             (Placement::Replicate, Need::Whole) => true,
             (Placement::Shard(have), Need::Cut(shard)) => have == shard,
@@ -52,33 +53,71 @@ impl Rewriter<'_> {
             placed.is_fixed = true;
             return Ok(placed.value);
         }
-        if let Some((_, made)) = placed.forms.iter().find(|(form, _)| form == need) {
-            return Ok(*made);
+        if let Some(made) = self.form(value, need) {
+            return Ok(made);
         }
         let made = match need {
-            Need::Whole => self.gather(value, scope, user)?,
-            Need::Copied => {
-                let whole = self.whole(value, scope, user)?;
-                self.add(scope, Op::CopyTo { axis: Axis::Tensor }, vec![whole])?[0]
-            }
-            Need::Cut(shard) => {
-                let whole = self.whole(value, scope, user)?;
-                self.scatter(whole, shard, scope)?
-            }
+            Need::Whole => self.gather(value, JoinedGrad::Whole, scope, user)?,
+            Need::Copied => self.copied(value, scope, user)?,
+            Need::Cut(shard) => self.cut(value, shard, along_sequence, scope, user)?,
             Need::Spread(pieces) => {
                 let whole = self.whole(value, scope, user)?;
                 self.spread(whole, *pieces, scope)?
             }
         };
-        self.placed
-            .entry(value)
-            .and_modify(|placed| placed.forms.push((need.clone(), made)));
+        self.placed_mut(value).forms.push((need.clone(), made));
         Ok(made)
+    }
+
+    fn placed_mut(&mut self, value: ValueId) -> &mut Placed {
+        self.placed
+            .get_mut(&value)
+            .expect("a graph assigns values before it uses them")
+    }
+
+    /// A form that was made before.
+    fn form(&self, value: ValueId, need: &Need) -> Option<ValueId> {
+        let mut forms = self.placed[&value].forms.iter();
+        forms.find(|(form, _)| form == need).map(|(_, made)| *made)
+    }
+
+    /// A whole parameter for a different part of the work on each rank, where its gradient is
+    /// summed once per step. Notes the other uses of a parameter too.
+    fn as_summed(&mut self, value: ValueId, need: &Need) -> Option<ValueId> {
+        self.options.sequence_dim()?;
+        self.model.param_of(value)?;
+        let is_whole = self.placed[&value].placement == Placement::Replicate;
+        if *need == Need::Copied && is_whole && !self.copied.contains(&value) {
+            self.summed.insert(value);
+            let placed = self.placed_mut(value);
+            placed.is_fixed = true;
+            return Some(placed.value);
+        }
+        self.unsummed.insert(value);
+        None
+    }
+
+    /// Places a parameter as its first use cuts it. A cut of the sequence is none of the parameter:
+    /// it has all positions on every rank.
+    fn place_param(&mut self, value: ValueId, need: &Need, along_sequence: bool) {
+        let is_param = self.model.param_of(value).is_some();
+        let degree = self.degree;
+        let placed = self.placed_mut(value);
+        let is_free = is_param && !placed.is_fixed && placed.forms.is_empty();
+        if let (true, Need::Cut(shard)) = (is_free && !along_sequence, need) {
+            placed.placement = Placement::Shard(shard.clone());
+            let (value, placement) = (placed.value, placed.placement.clone());
+            let id = self
+                .graph
+                .param_of(value)
+                .expect("parameters of the model are parameters here");
+            self.graph.place_param(id, Axis::Tensor, placement, degree);
+        }
     }
 
     /// The whole of a value, as the operand of a conversion.
     fn whole(&mut self, value: ValueId, scope: &Arc<str>, user: &str) -> Result<ValueId> {
-        let whole = self.convert(value, &Need::Whole, scope, user)?;
+        let whole = self.convert(value, &Need::Whole, false, scope, user)?;
         self.not_param(whole, scope)
     }
 
@@ -92,39 +131,106 @@ impl Rewriter<'_> {
         }
     }
 
-    fn gather(&mut self, value: ValueId, scope: &Arc<str>, user: &str) -> Result<ValueId> {
+    /// Whether a value that is cut along the sequence is whole nevertheless.
+    fn is_whole_sequence(&self, along_sequence: bool) -> bool {
+        along_sequence && self.options.is_whole()
+    }
+
+    /// The whole value for the same work on every rank, or for a part of it on each.
+    fn gather(
+        &mut self,
+        value: ValueId,
+        grad: JoinedGrad,
+        scope: &Arc<str>,
+        user: &str,
+    ) -> Result<ValueId> {
         let placed = &self.placed[&value];
+        let along_sequence = placed.along_sequence;
         let Some(shard) = placed.placement.as_shard().cloned() else {
             return Ok(placed.value);
         };
         let local = self.not_param(placed.value, scope)?;
-        let bytes = self.model.ty(value).size_bytes();
-        self.report.gathers.push(Gather {
-            value: self.name_of(value),
-            needed_by: user.to_owned(),
-            bytes,
-        });
-        Ok(self.add(
-            scope,
-            Op::AllGather {
-                axis: Axis::Tensor,
-                shard,
-            },
-            vec![local],
-        )?[0])
+        // Split regions begin with a join of the sequence: it is no work of an operation that
+        // cannot do with slices.
+        if !(along_sequence && grad == JoinedGrad::Summand) {
+            let bytes = self.model.ty(value).size_bytes();
+            self.report.gathers.push(Gather {
+                value: self.name_of(value),
+                needed_by: user.to_owned(),
+                bytes,
+            });
+        }
+        let axis = Axis::Tensor;
+        let op = match grad {
+            JoinedGrad::Whole if self.is_whole_sequence(along_sequence) => Op::Identity,
+            JoinedGrad::Summand if self.is_whole_sequence(along_sequence) => Op::CopyTo { axis },
+            grad => Op::AllGather { axis, shard, grad },
+        };
+        Ok(self.add(scope, op, vec![local])?[0])
     }
 
-    fn scatter(&mut self, whole: ValueId, shard: &Shard, scope: &Arc<str>) -> Result<ValueId> {
-        let local = shard.parts.iter().sum::<usize>() / self.degree;
-        Ok(self.add(
-            scope,
+    /// The whole value for a different part of the work on each rank.
+    fn copied(&mut self, value: ValueId, scope: &Arc<str>, user: &str) -> Result<ValueId> {
+        let is_cut = self.placed[&value].placement.as_shard().is_some();
+        if is_cut && self.form(value, &Need::Whole).is_none() {
+            return self.gather(value, JoinedGrad::Summand, scope, user);
+        }
+        let whole = self.whole(value, scope, user)?;
+        Ok(self.add(scope, Op::CopyTo { axis: Axis::Tensor }, vec![whole])?[0])
+    }
+
+    /// A slice of a value that is whole or cut otherwise.
+    fn cut(
+        &mut self,
+        value: ValueId,
+        shard: &Shard,
+        along_sequence: bool,
+        scope: &Arc<str>,
+        user: &str,
+    ) -> Result<ValueId> {
+        let placed = &self.placed[&value];
+        let from = match placed.placement.as_shard() {
+            Some(have) if have.dim != shard.dim && self.form(value, &Need::Whole).is_none() => {
+                (have.clone(), placed.along_sequence, placed.value)
+            }
+            _ => {
+                let whole = self.whole(value, scope, user)?;
+                return self.scatter(whole, shard, along_sequence, scope);
+            }
+        };
+        let (have, was_along_sequence, local) = from;
+        let local = self.not_param(local, scope)?;
+        if self.is_whole_sequence(was_along_sequence) {
+            return self.scatter(local, shard, along_sequence, scope);
+        }
+        let axis = Axis::Tensor;
+        let op = if self.is_whole_sequence(along_sequence) {
+            let (shard, grad) = (have, JoinedGrad::Whole);
+            Op::AllGather { axis, shard, grad }
+        } else {
+            let (from, to) = (have, shard.clone());
+            Op::AllToAll { axis, from, to }
+        };
+        Ok(self.add(scope, op, vec![local])?[0])
+    }
+
+    fn scatter(
+        &mut self,
+        whole: ValueId,
+        shard: &Shard,
+        along_sequence: bool,
+        scope: &Arc<str>,
+    ) -> Result<ValueId> {
+        let op = if self.is_whole_sequence(along_sequence) {
+            Op::Identity
+        } else {
             Op::Scatter {
                 axis: Axis::Tensor,
                 shard: shard.clone(),
-                local,
-            },
-            vec![whole],
-        )?[0])
+                local: self.local_size(shard),
+            }
+        };
+        Ok(self.add(scope, op, vec![whole])?[0])
     }
 
     /// Repeats each piece for its ranks, then every rank takes its own.
@@ -144,14 +250,8 @@ impl Rewriter<'_> {
             .flat_map(|&head| vec![head; self.degree / pieces])
             .collect();
         let all = self.add(scope, Op::Concat { dim }, repeated)?[0];
-        self.scatter(
-            all,
-            &Shard {
-                dim,
-                parts: vec![size * self.degree],
-            },
-            scope,
-        )
+        let parts = vec![size * self.degree];
+        self.scatter(all, &Shard { dim, parts }, false, scope)
     }
 
     /// The name of a value of the model for messages.

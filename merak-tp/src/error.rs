@@ -60,6 +60,23 @@ pub enum Error {
         /// than are shown.
         legal: Vec<usize>,
     },
+    /// The ranks cannot share the sequence evenly.
+    #[error(
+        "{module}: a sequence of {len} cannot be cut over tp = {degree} (\"sequence_parallel\"): choose \"tp\" among {}, or another \
+         \"seq_length\", such as {}",
+        listed(legal), len.next_multiple_of(*degree)
+    )]
+    Sequence {
+        /// Path of the module whose results are to be cut.
+        module: String,
+        /// Length of the sequence.
+        len: usize,
+        /// The tensor-parallel degree.
+        degree: usize,
+        /// The degrees that divide it, and that all other layers allow; at most one more than are
+        /// shown.
+        legal: Vec<usize>,
+    },
     /// A module is to be split both ways.
     #[error(
         "{module} is to be column-parallel ({col}) and row-parallel ({row}): take it out of one list"
@@ -141,7 +158,8 @@ impl Error {
         match self {
             Self::Indivisible { legal, .. }
             | Self::Heads { legal, .. }
-            | Self::KvHeads { legal, .. } => Some(legal),
+            | Self::KvHeads { legal, .. }
+            | Self::Sequence { legal, .. } => Some(legal),
             _ => None,
         }
     }

@@ -48,6 +48,15 @@
 //! split piece by piece. Attention has `heads / T` heads per rank; fewer key and value heads than
 //! ranks are repeated.
 //!
+//! # Sequence parallelism
+//!
+//! With [`Sequence::Cut`] each rank has a slice of the sequence between the regions, where
+//! otherwise all ranks do the same: norms, dropout, residual sums, lookups and losses. The sum
+//! behind a row layer becomes a reduce-scatter, and an all-gather precedes a column layer; their
+//! gradients are an all-gather and a reduce-scatter. A parameter that is used on slices alone is
+//! marked ([`Param::summed`](merak_trace::Param::summed)): whoever steps it sums its gradient over
+//! the ranks first.
+//!
 //! # Guarantees
 //!
 //! - Values are sliced, never made anew: forward, loss and gradients are those of one rank up to
@@ -64,12 +73,16 @@ mod matching;
 mod report;
 mod rewriter;
 mod rules;
+mod sequence;
+mod traffic;
 
 pub use defaults::default_lists;
 pub use error::{Error, Result};
 pub use lists::{LayerLists, Mapping, SplitKind, set_tp_layer_lists, tp_layer_lists};
 pub use report::{CollectiveBytes, Gather, KeptWhole, Report, SplitModule};
-pub use rewriter::{Rewritten, cuts, rewrite};
+pub use rewriter::{Rewritten, cuts, rewrite, rewrite_with};
+pub use sequence::{Options, Sequence};
+pub use traffic::{LayerTraffic, Traffic};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -1,7 +1,7 @@
 //! The report of a rewrite, for people.
 
 use crate::SplitKind;
-use merak_trace::{Axis, Graph, Op, needs_grad};
+use merak_trace::{Axis, Graph, Op, ValueId, needs_grad, op::JoinedGrad};
 use serde::Serialize;
 use std::fmt;
 
@@ -71,7 +71,7 @@ pub struct CollectiveBytes {
     /// How many there are.
     pub count: usize,
     /// Bytes of the whole values together. Over a ring of `T` ranks each sends `2(T-1)/T` of them
-    /// in an all-reduce and `(T-1)/T` in an all-gather.
+    /// in an all-reduce and `(T-1)/T` in an all-gather or a reduce-scatter.
     pub bytes: usize,
 }
 
@@ -92,19 +92,22 @@ impl Report {
     pub(crate) fn count_traffic(&mut self, graph: &Graph) {
         let needs_grad = needs_grad(graph, &[]);
         for node in graph.nodes() {
-            let (collective, backward, value) = match &node.op {
-                Op::AllReduce { axis: Axis::Tensor } => ("all_reduce", false, node.outputs[0]),
-                Op::AllGather {
-                    axis: Axis::Tensor, ..
-                } => ("all_gather", false, node.outputs[0]),
-                Op::CopyTo { axis: Axis::Tensor } => ("all_reduce", true, node.inputs[0]),
-                Op::Scatter {
-                    axis: Axis::Tensor, ..
-                } => ("all_gather", true, node.inputs[0]),
-                _ => continue,
+            let (input, output) = (node.inputs.first().copied(), node.outputs[0]);
+            let bytes = |value: ValueId| graph.ty(value).size_bytes();
+            // The whole value, forward and backward alike.
+            let parts = if matches!(node.op, Op::AllToAll { .. }) {
+                self.degree
+            } else {
+                1
             };
-            if !backward || needs_grad[value.index()] {
-                self.count(collective, backward, graph.ty(value).size_bytes());
+            let whole = parts * input.map_or(0, bytes).max(bytes(output));
+            let [forward, backward] = collectives(&node.op);
+            let is_trained = input.is_some_and(|input| needs_grad[input.index()]);
+            if let Some(collective) = forward {
+                self.count(collective, false, whole);
+            }
+            if let Some(collective) = backward.filter(|_| is_trained) {
+                self.count(collective, true, whole);
             }
         }
         self.traffic
@@ -127,6 +130,34 @@ impl Report {
         });
         self.traffic[index].count += 1;
         self.traffic[index].bytes += bytes;
+    }
+}
+
+/// What a node communicates over the tensor axis, forward and backward.
+fn collectives(op: &Op) -> [Option<&'static str>; 2] {
+    match op {
+        Op::CopyTo { axis: Axis::Tensor } => [None, Some("all_reduce")],
+        Op::AllReduce {
+            axis: Axis::Tensor, ..
+        } => [Some("all_reduce"), None],
+        Op::Scatter {
+            axis: Axis::Tensor, ..
+        } => [None, Some("all_gather")],
+        Op::AllGather {
+            axis: Axis::Tensor,
+            grad,
+            ..
+        } => match grad {
+            JoinedGrad::Whole => [Some("all_gather"), None],
+            JoinedGrad::Summand => [Some("all_gather"), Some("reduce_scatter")],
+        },
+        Op::ReduceScatter {
+            axis: Axis::Tensor, ..
+        } => [Some("reduce_scatter"), Some("all_gather")],
+        Op::AllToAll {
+            axis: Axis::Tensor, ..
+        } => [Some("all_to_all"), Some("all_to_all")],
+        _ => [None, None],
     }
 }
 

@@ -1,13 +1,13 @@
 //! The walk over a model that places every value and builds the graph of one rank.
 
 use crate::{
-    Error, LayerLists, Report, Result, SplitKind,
+    Error, LayerLists, Options, Report, Result, SplitKind,
     error::MOST_LISTED,
     matching::{self, Role},
     report::SplitModule,
-    rules::{self, Need, Site},
+    rules::{self, Need, NodePlacement, Site},
 };
-use merak_trace::{Axis, Graph, Node, NodeId, Op, Placement, Shard, ValueId};
+use merak_trace::{Axis, Graph, Node, NodeId, Op, ParamId, Placement, Shard, ValueId};
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -37,6 +37,21 @@ pub struct Rewritten {
 /// When the lists are incomplete, ask for what is not available, match nothing or one layer both
 /// ways; when features or heads are no multiple of `degree`; when the model was rewritten before.
 pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> {
+    rewrite_with(model, lists, &Options::new(degree))
+}
+
+/// The same with further [`Options`].
+///
+/// # Communication
+/// With [`Sequence::Cut`](crate::Sequence::Cut) instead, per microbatch and split region, forward
+/// an all-gather and a reduce-scatter, and backward as many, each of the bytes of one whole
+/// activation. The caller sums the gradients of parameters that are
+/// [`summed`](merak_trace::Param::summed) over the ranks, once per step.
+///
+/// # Errors
+/// As [`rewrite`], and when a sequence that is to be cut is no multiple of the degree.
+pub fn rewrite_with(model: &Graph, lists: &LayerLists, options: &Options) -> Result<Rewritten> {
+    let degree = options.degree;
     match degree {
         0 => return Err(Error::ZeroDegree),
         1 => {
@@ -48,10 +63,13 @@ pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewri
         _ => lists.check(degree)?,
     }
     refuse_rewritten(model)?;
-    split(model, lists, degree).map_err(|mut error| {
+    split(model, lists, options).map_err(|mut error| {
         if let Some(legal) = error.legal_mut() {
             // What suits one layer may not suit the others.
-            let suits = |&degree: &usize| degree == 1 || split(model, lists, degree).is_ok();
+            let suits = |&degree: &usize| {
+                let options = Options { degree, ..*options };
+                degree == 1 || split(model, lists, &options).is_ok()
+            };
             *legal = legal
                 .iter()
                 .copied()
@@ -64,16 +82,25 @@ pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewri
 }
 
 /// The rewrite itself, for a degree above 1.
-fn split(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> {
-    let matches = matching::find(model, lists, degree)?;
-    let mut report = Report::new(degree);
+fn split(model: &Graph, lists: &LayerLists, options: &Options) -> Result<Rewritten> {
+    let matches = matching::find(model, lists, options.degree)?;
+    let mut report = Report::new(options.degree);
     report.kept_whole = matches.kept_whole;
     report.unmatched = matches.unmatched;
-    let mut rewriter = Rewriter::new(model, degree, report)?;
-    for id in model.node_ids() {
-        rewriter.place(id, matches.roles.get(&id))?;
+    let mut copied = BTreeSet::new();
+    loop {
+        let mut rewriter = Rewriter::new(model, *options, report.clone())?;
+        rewriter.copied.clone_from(&copied);
+        for id in model.node_ids() {
+            rewriter.place(id, matches.roles.get(&id))?;
+        }
+        // A gradient is a sum of summands alone, or of whole gradients alone.
+        let mixed: Vec<_> = rewriter.mixed_params().collect();
+        if mixed.is_empty() {
+            return rewriter.finish();
+        }
+        copied.extend(mixed);
     }
-    rewriter.finish()
 }
 
 /// How the lists cut each parameter, for any degree: the dimension and the sizes of its parts.
@@ -93,7 +120,7 @@ pub fn cuts(model: &Graph, lists: &LayerLists) -> Result<BTreeMap<String, Shard>
         matches => matches?,
     };
     // Degree 1 divides every size.
-    let mut rewriter = Rewriter::new(model, 1, Report::new(1))?;
+    let mut rewriter = Rewriter::new(model, Options::new(1), Report::new(1))?;
     for id in model.node_ids() {
         rewriter.place(id, matches.roles.get(&id))?;
     }
@@ -113,6 +140,9 @@ pub(crate) struct Placed {
     pub(crate) placement: Placement,
     /// Whether a node uses it in this placement, which must then stay.
     pub(crate) is_fixed: bool,
+    /// Whether it is cut along the sequence, or lies as if it were
+    /// ([`Sequence::WholeLikeCut`](crate::Sequence::WholeLikeCut)).
+    pub(crate) along_sequence: bool,
     /// Other forms of it that were made already.
     pub(crate) forms: Vec<(Need, ValueId)>,
 }
@@ -123,6 +153,7 @@ impl Placed {
             value,
             placement,
             is_fixed: false,
+            along_sequence: false,
             forms: Vec::new(),
         }
     }
@@ -132,16 +163,24 @@ impl Placed {
 pub(crate) struct Rewriter<'a> {
     pub(crate) model: &'a Graph,
     pub(crate) degree: usize,
+    pub(crate) options: Options,
     pub(crate) graph: Graph,
     pub(crate) report: Report,
     /// The counterpart of each value of the model that is known so far.
     pub(crate) placed: BTreeMap<ValueId, Placed>,
     /// Values of the model that are used.
     used: BTreeSet<ValueId>,
+    /// Parameters, as values of the model, with a use by different work on each rank, whose
+    /// gradients are summed once per step.
+    pub(crate) summed: BTreeSet<ValueId>,
+    /// Those with another use.
+    pub(crate) unsummed: BTreeSet<ValueId>,
+    /// Those with both kinds, whose gradients are summed at each use.
+    pub(crate) copied: BTreeSet<ValueId>,
 }
 
 impl<'a> Rewriter<'a> {
-    fn new(model: &'a Graph, degree: usize, report: Report) -> Result<Self> {
+    fn new(model: &'a Graph, options: Options, report: Report) -> Result<Self> {
         let mut used: BTreeSet<_> = model
             .nodes()
             .iter()
@@ -152,11 +191,15 @@ impl<'a> Rewriter<'a> {
         graph.reserve_names(model.nodes().iter().map(|node| &node.name));
         let mut rewriter = Self {
             model,
-            degree,
+            degree: options.degree,
+            options,
             graph,
             report,
             placed: BTreeMap::new(),
             used,
+            summed: BTreeSet::new(),
+            unsummed: BTreeSet::new(),
+            copied: BTreeSet::new(),
         };
         rewriter.copy_sources()?;
         Ok(rewriter)
@@ -178,27 +221,76 @@ impl<'a> Rewriter<'a> {
     fn place(&mut self, id: NodeId, role: Option<&Role>) -> Result<()> {
         let model = self.model;
         let node = model.node(id);
-        let plan = rules::plan(&self.site(node, role))?;
+        let mut plan = rules::plan(&self.site(node, role))?;
         if let Some(role) = role {
             self.report.modules.push(split_module(model, node, role));
         }
+        let along_sequence = plan.cuts_sequence || self.keeps_sequence(node, &plan);
+        let has_all = along_sequence && self.options.is_whole();
+        if has_all {
+            plan.op = node.op.clone();
+        }
+        let sums = self.cut_sums(node, &plan)?;
+        if plan.adds_last && sums[0].is_some() {
+            // Each rank adds it to its slice.
+            *plan.needs.last_mut().expect("it is an operand") = Need::Copied;
+        }
         let mut inputs = Vec::with_capacity(node.inputs.len());
         for (&input, need) in node.inputs.iter().zip(&plan.needs) {
-            inputs.push(self.convert(input, need, &node.scope, &node.name)?);
+            let value = self.convert(input, need, along_sequence, &node.scope, &node.name)?;
+            inputs.push(value);
         }
         let last = if plan.adds_last { inputs.pop() } else { None };
         let values = self.graph.add_counterpart(node, plan.op.clone(), inputs)?;
-        for ((&result, value), placement) in node.outputs.iter().zip(values).zip(&plan.results) {
-            self.check_local(node, result, value, placement)?;
-            let (value, placement) = match placement {
-                Placement::Partial => {
-                    (self.reduce(value, last, &node.scope)?, Placement::Replicate)
+        let results = node.outputs.iter().zip(values).zip(plan.results).zip(sums);
+        for (((&result, value), placement), sum) in results {
+            self.check_local(node, result, value, (&placement, has_all))?;
+            let placed = match (placement, sum) {
+                (Placement::Partial, Some(shard)) => {
+                    let sum = self.reduce_scatter(value, &shard, has_all, last, &node.scope)?;
+                    Placed {
+                        along_sequence: true,
+                        ..Placed::new(sum, Placement::Shard(shard))
+                    }
                 }
-                Placement::Replicate | Placement::Shard(_) => (value, placement.clone()),
+                (Placement::Partial, None) => {
+                    let sum = self.reduce(value, has_all, last, &node.scope)?;
+                    Placed::new(sum, Placement::Replicate)
+                }
+                (placement, _) => Placed {
+                    along_sequence: along_sequence && placement.as_shard().is_some(),
+                    ..Placed::new(value, placement)
+                },
             };
-            self.placed.insert(result, Placed::new(value, placement));
+            self.placed.insert(result, placed);
         }
         Ok(())
+    }
+
+    /// Whether an operand is cut along the sequence, and the node takes it that way.
+    fn keeps_sequence(&self, node: &Node, plan: &NodePlacement) -> bool {
+        let mut needs = node.inputs.iter().zip(&plan.needs);
+        needs.any(|(input, need)| {
+            let placed = &self.placed[input];
+            let as_it_lies = matches!((need, &placed.placement),
+                (Need::Cut(shard), Placement::Shard(have)) if have == shard);
+            placed.along_sequence && as_it_lies
+        })
+    }
+
+    /// How each partial result is cut once it is summed.
+    fn cut_sums(&self, node: &Node, plan: &NodePlacement) -> Result<Vec<Option<Shard>>> {
+        let results = node.outputs.iter().zip(&plan.results);
+        let cut = results.map(|(&result, placement)| match placement {
+            Placement::Partial => self.options.cut_sum(self.model.ty(result), &node.scope),
+            Placement::Replicate | Placement::Shard(_) => Ok(None),
+        });
+        cut.collect()
+    }
+
+    /// The parameters with uses of which each rank does a part, and with others.
+    fn mixed_params(&self) -> impl Iterator<Item = ValueId> {
+        self.summed.intersection(&self.unsummed).copied()
     }
 
     /// The facts that a rule reads.
@@ -227,21 +319,63 @@ impl<'a> Rewriter<'a> {
                 .collect(),
             role,
             degree: self.degree,
+            options: self.options,
         }
     }
 
-    /// Sums the parts of all ranks, then adds `once`.
+    /// Sums the parts of all ranks, unless each has all of them, then adds `once`.
     fn reduce(
         &mut self,
         value: ValueId,
+        has_all: bool,
         once: Option<ValueId>,
         scope: &Arc<str>,
     ) -> Result<ValueId> {
-        let sum = self.add(scope, Op::AllReduce { axis: Axis::Tensor }, vec![value])?[0];
+        let op = if has_all {
+            Op::Identity
+        } else {
+            Op::AllReduce { axis: Axis::Tensor }
+        };
+        let sum = self.add(scope, op, vec![value])?[0];
+        self.add_once(sum, once, scope)
+    }
+
+    /// Sums the parts of all ranks, of which each keeps a slice, then adds `once`.
+    fn reduce_scatter(
+        &mut self,
+        value: ValueId,
+        shard: &Shard,
+        has_all: bool,
+        once: Option<ValueId>,
+        scope: &Arc<str>,
+    ) -> Result<ValueId> {
+        if self.options.is_whole() {
+            return self.reduce(value, has_all, once, scope);
+        }
+        let op = Op::ReduceScatter {
+            axis: Axis::Tensor,
+            shard: shard.clone(),
+            local: self.local_size(shard),
+        };
+        let sum = self.add(scope, op, vec![value])?[0];
+        self.add_once(sum, once, scope)
+    }
+
+    fn add_once(
+        &mut self,
+        sum: ValueId,
+        once: Option<ValueId>,
+        scope: &Arc<str>,
+    ) -> Result<ValueId> {
         match once {
             Some(once) => Ok(self.add(scope, Op::Add, vec![sum, once])?[0]),
             None => Ok(sum),
         }
+    }
+
+    /// The size of a rank's slice.
+    pub(crate) fn local_size(&self, shard: &Shard) -> usize {
+        shard.parts.iter().sum::<usize>() / self.degree
     }
 
     /// Adds a node that the model does not have.
@@ -260,9 +394,14 @@ impl<'a> Rewriter<'a> {
         node: &Node,
         result: ValueId,
         value: ValueId,
-        placement: &Placement,
+        (placement, has_all): (&Placement, bool),
     ) -> Result<()> {
-        let expected = placement.local_type(self.model.ty(result), self.degree);
+        let whole = self.model.ty(result);
+        let expected = if has_all {
+            whole.clone()
+        } else {
+            placement.local_type(whole, self.degree)
+        };
         let found = self.graph.ty(value);
         if *found == expected {
             return Ok(());
@@ -278,13 +417,17 @@ impl<'a> Rewriter<'a> {
     fn finish(mut self) -> Result<Rewritten> {
         let root: Arc<str> = "".into();
         for port in self.model.outputs() {
-            let value = self.convert(
-                port.value,
-                &Need::Whole,
-                &root,
-                &format!("output {}", port.name),
-            )?;
+            let user = format!("output {}", port.name);
+            let value = self.convert(port.value, &Need::Whole, false, &root, &user)?;
             self.graph.add_output(port.name.clone(), value);
+        }
+        let summed = self.summed.iter().filter_map(|&param| {
+            let name = &self.model.param(self.model.param_of(param)?).name;
+            self.graph.find_param(name)
+        });
+        let summed: Vec<ParamId> = summed.collect();
+        for param in summed {
+            self.graph.param_mut(param).summed = true;
         }
         self.report.count_traffic(&self.graph);
         Ok(Rewritten {
@@ -321,7 +464,9 @@ fn refuse_rewritten(model: &Graph) -> Result<()> {
         Op::CopyTo { axis }
         | Op::AllReduce { axis }
         | Op::AllGather { axis, .. }
-        | Op::Scatter { axis, .. } => *axis == Axis::Tensor,
+        | Op::Scatter { axis, .. }
+        | Op::ReduceScatter { axis, .. }
+        | Op::AllToAll { axis, .. } => *axis == Axis::Tensor,
         _ => false,
     });
     match param.or_else(|| node.map(|node| node.name.to_string())) {

@@ -8,9 +8,10 @@ mod attention;
 mod elementwise;
 mod linear;
 mod norm;
+mod sequence;
 mod shape;
 
-use crate::{Result, matching::Role};
+use crate::{Options, Result, matching::Role};
 use merak_trace::{Node, Op, Placement, Shard, TensorType};
 
 /// How a node needs an operand.
@@ -18,7 +19,8 @@ use merak_trace::{Node, Op, Placement, Shard, TensorType};
 pub(crate) enum Need {
     /// The whole value, for the same work on every rank.
     Whole,
-    /// The whole value, for a different part of the work on each rank: gradients are summed.
+    /// The whole value, for a different part of the work on each rank: gradients are summed, those
+    /// of a parameter once per step under sequence parallelism.
     Copied,
     /// A slice per rank.
     Cut(Shard),
@@ -41,6 +43,7 @@ pub(crate) struct Site<'a> {
     /// How the lists split the node.
     pub(crate) role: Option<&'a Role>,
     pub(crate) degree: usize,
+    pub(crate) options: Options,
 }
 
 /// How a node is placed.
@@ -53,6 +56,8 @@ pub(crate) struct NodePlacement {
     pub(crate) results: Vec<Placement>,
     /// Whether the last operand is added to the reduced result instead of going to `op`.
     pub(crate) adds_last: bool,
+    /// Whether it is the first to cut the sequence.
+    pub(crate) cuts_sequence: bool,
 }
 
 impl NodePlacement {
@@ -62,6 +67,7 @@ impl NodePlacement {
             op,
             results: results.into(),
             adds_last: false,
+            cuts_sequence: false,
         }
     }
 }
@@ -89,7 +95,8 @@ impl Site<'_> {
 /// When a size cannot be split as the lists ask for.
 pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
     let all_whole = (0..site.types.len()).all(|operand| site.shard(operand).is_none());
-    if all_whole && site.role.is_none() {
+    let is_lookup = matches!(site.node.op, Op::Embedding { .. });
+    if all_whole && site.role.is_none() && !is_lookup {
         return Ok(site.whole());
     }
     Ok(match &site.node.op {
@@ -112,16 +119,18 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         Op::Concat { dim } => shape::concat(site, *dim),
         Op::SumLeading { .. } => shape::sum_leading(site),
         Op::SumAll => shape::sum_all(site),
+        Op::Embedding { .. } => sequence::lookup(site)?,
+        Op::CrossEntropy { .. } => sequence::cross_entropy(site),
         Op::Positions { .. }
         | Op::SeenPositions { .. }
         | Op::RelativeBuckets(_)
-        | Op::Embedding { .. }
-        | Op::CrossEntropy { .. }
         | Op::Zeros { .. }
         | Op::CopyTo { .. }
         | Op::AllReduce { .. }
         | Op::AllGather { .. }
         | Op::Scatter { .. }
+        | Op::ReduceScatter { .. }
+        | Op::AllToAll { .. }
         // Gradients are added after the rewrite.
         | Op::LinearGradInput { .. }
         | Op::LinearGradWeight { .. }

@@ -56,11 +56,18 @@ impl RunContext {
             return SampleSlice::whole(first_sample, shape[1..].iter().product());
         };
         let local = shape[slice.dim];
+        let dim_start = self.place.get(slice.axis) * local;
+        if slice.dim == 0 {
+            return SampleSlice::whole(
+                first_sample + dim_start as u64,
+                shape[1..].iter().product(),
+            );
+        }
         SampleSlice {
             first_sample,
             outer: shape[1..slice.dim].iter().product(),
             dim_full: slice.full,
-            dim_start: self.place.get(slice.axis) * local,
+            dim_start,
             dim_local: local,
             inner: shape[slice.dim + 1..].iter().product(),
         }

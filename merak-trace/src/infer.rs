@@ -239,7 +239,30 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             divides(x, shard, |whole, full| whole == full)?;
             Ok(vec![x.with_dim(shard.dim, *local)])
         }
+        Op::ReduceScatter { local, shard, .. } => {
+            let [x] = operands(inputs)?;
+            divides(x, shard, |whole, full| whole == full)?;
+            Ok(vec![x.with_dim(shard.dim, *local)])
+        }
+        Op::AllToAll { from, to, .. } => all_to_all(from, to, operands(inputs)?),
     }
+}
+
+fn all_to_all(from: &Shard, to: &Shard, [x]: [&TensorType; 1]) -> Types {
+    ensure(from.dim != to.dim, || {
+        format!("dimension {} is cut before and after", to.dim)
+    })?;
+    divides(x, from, |local, full| local != 0 && full % local == 0)?;
+    divides(x, to, |whole, full| whole == full)?;
+    let joined: usize = from.parts.iter().sum();
+    let ranks = joined / x.shape[from.dim];
+    let whole = x.shape[to.dim];
+    ensure(whole.is_multiple_of(ranks), || {
+        format!("dimension {} of {x} has no {ranks} equal slices", to.dim)
+    })?;
+    Ok(vec![
+        x.with_dim(from.dim, joined).with_dim(to.dim, whole / ranks),
+    ])
 }
 
 fn linear(layout: WeightLayout, bias: bool, inputs: &[TensorType]) -> Types {

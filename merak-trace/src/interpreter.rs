@@ -1,6 +1,7 @@
 //! Walks a stage's program: runs each node, frees a value after its last use.
 
 mod cache;
+mod regions;
 
 pub use cache::{Continuation, KvCache, Tail};
 
@@ -8,7 +9,6 @@ use crate::{
     Error, NodeId, Op, Result, SharedBackend, Source, StageProgram, TensorType, Value, ValueId,
     autodiff::Phase,
     backend::{Call, GradSink, RunContext},
-    placement::Shard,
 };
 use merak_mpu::{Axis, Group, Mpu, ReduceOp};
 use std::{collections::BTreeMap, fmt, sync::Arc};
@@ -432,12 +432,26 @@ impl Interpreter {
                 })?;
                 Ok(vec![self.backend.from_buffer(&call.results[0], reduced)?])
             }
-            Op::AllGather { axis, shard } => {
+            Op::AllGather { axis, shard, .. } => {
                 let value = inputs.swap_remove(0);
                 let Some(group) = self.groups.along(*axis) else {
                     return Ok(vec![value]);
                 };
                 Ok(vec![self.all_gather(call, value, &group, shard)?])
+            }
+            Op::ReduceScatter { axis, shard, .. } => {
+                let value = inputs.swap_remove(0);
+                let Some(group) = self.groups.along(*axis) else {
+                    return Ok(vec![value]);
+                };
+                Ok(vec![self.reduce_scatter(call, value, &group, shard)?])
+            }
+            Op::AllToAll { axis, from, to } => {
+                let value = inputs.swap_remove(0);
+                let Some(group) = self.groups.along(*axis) else {
+                    return Ok(vec![value]);
+                };
+                Ok(vec![self.all_to_all(call, value, &group, [from, to])?])
             }
             Op::Scatter { axis, shard, .. } => {
                 let value = inputs.swap_remove(0);
@@ -454,106 +468,6 @@ impl Interpreter {
             }
             _ => self.backend.run(call, inputs),
         }
-    }
-
-    /// Joins the slices of all ranks part by part; they arrive in rank order.
-    fn all_gather(
-        &self,
-        call: Call<'_>,
-        value: Value,
-        group: &Group,
-        shard: &Shard,
-    ) -> Result<Value> {
-        let (degree, local) = (group.world_size(), value.ty().clone());
-        let buffer = self.backend.into_buffer(value)?;
-        let gathered = group.all_gather(buffer);
-        let gathered = gathered.map_err(|source| Error::Collective {
-            node: call.name.to_owned(),
-            source,
-        })?;
-        let mut stacked = vec![degree];
-        stacked.extend(&local.shape);
-        let stacked = self
-            .backend
-            .from_buffer(&local.with_shape(stacked), gathered)?;
-        let slices = self.split(call, stacked, 0, &vec![1; degree])?;
-        let part_sizes: Vec<_> = shard.parts.iter().map(|part| part / degree).collect();
-        let mut by_rank = Vec::with_capacity(degree);
-        for slice in slices {
-            let reshape = Op::Reshape {
-                shape: local.shape.clone(),
-            };
-            let slice = self
-                .run_op(call, &reshape, std::slice::from_ref(&local), vec![slice])?
-                .swap_remove(0);
-            by_rank.push(self.split(call, slice, shard.dim, &part_sizes)?);
-        }
-        let pieces = (0..part_sizes.len())
-            .flat_map(|part| by_rank.iter().map(move |parts| parts[part].clone()))
-            .collect();
-        Ok(self
-            .run_op(call, &Op::Concat { dim: shard.dim }, call.results, pieces)?
-            .swap_remove(0))
-    }
-
-    /// The slice that rank `rank` of `degree` holds.
-    fn own_slice(
-        &self,
-        call: Call<'_>,
-        value: Value,
-        shard: &Shard,
-        rank: usize,
-        degree: usize,
-    ) -> Result<Value> {
-        let sizes: Vec<_> = shard
-            .parts
-            .iter()
-            .flat_map(|part| vec![part / degree; degree])
-            .collect();
-        let pieces = self.split(call, value, shard.dim, &sizes)?;
-        let own: Vec<_> = pieces.into_iter().skip(rank).step_by(degree).collect();
-        Ok(self
-            .run_op(call, &Op::Concat { dim: shard.dim }, call.results, own)?
-            .swap_remove(0))
-    }
-
-    fn split(
-        &self,
-        call: Call<'_>,
-        value: Value,
-        dim: usize,
-        sizes: &[usize],
-    ) -> Result<Vec<Value>> {
-        let types: Vec<TensorType> = sizes
-            .iter()
-            .map(|&size| value.ty().with_dim(dim, size))
-            .collect();
-        self.run_op(
-            call,
-            &Op::Split {
-                dim,
-                sizes: sizes.to_vec(),
-            },
-            &types,
-            vec![value],
-        )
-    }
-
-    fn run_op(
-        &self,
-        call: Call<'_>,
-        op: &Op,
-        results: &[TensorType],
-        inputs: Vec<Value>,
-    ) -> Result<Vec<Value>> {
-        self.backend.run(
-            Call {
-                op,
-                results,
-                ..call
-            },
-            inputs,
-        )
     }
 }
 

@@ -61,6 +61,19 @@ pub enum Activation {
     Tanh,
 }
 
+impl Activation {
+    /// The names of the function and of its gradient.
+    fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Self::GeluTanh => ("gelu_tanh", "gelu_tanh_grad"),
+            Self::GeluErf => ("gelu", "gelu_grad"),
+            Self::Silu => ("silu", "silu_grad"),
+            Self::Relu => ("relu", "relu_grad"),
+            Self::Tanh => ("tanh", "tanh_grad"),
+        }
+    }
+}
+
 /// Where a slice of a tensor that is cut over the ranks of an axis lies in the whole tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AxisSlice {
@@ -203,6 +216,17 @@ impl RelativeBuckets {
         };
         i64::try_from(start + within).expect("a bucket fits an i64")
     }
+}
+
+/// What the gradient of a joined value is on each of the ranks that join it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum JoinedGrad {
+    /// The whole gradient, since all ranks do the same work: a rank keeps its own slice.
+    #[default]
+    Whole,
+    /// A summand, since each rank does a part of the work: the slices are summed.
+    Summand,
 }
 
 /// Rotary position embedding, rotate-half convention.
@@ -408,12 +432,16 @@ pub enum Op {
         /// The mesh axis.
         axis: Axis,
     },
-    /// `x -> x` joined from the slices of all ranks; backward keeps the rank's own slice.
+    /// `x -> x` joined from the slices of all ranks; backward keeps the rank's own slice, or that
+    /// of the sum over the ranks.
     AllGather {
         /// The mesh axis.
         axis: Axis,
         /// How the result is cut.
         shard: Shard,
+        /// What the gradient of the result is.
+        #[serde(default)]
+        grad: JoinedGrad,
     },
     /// `x -> own slice`; backward joins the slices.
     Scatter {
@@ -423,6 +451,25 @@ pub enum Op {
         shard: Shard,
         /// Size of one slice.
         local: usize,
+    },
+    /// `x -> own slice of the sum over the ranks of the axis`; backward joins the slices.
+    ReduceScatter {
+        /// The mesh axis.
+        axis: Axis,
+        /// How the operand is cut.
+        shard: Shard,
+        /// Size of one slice.
+        local: usize,
+    },
+    /// `own slice of x along one dimension -> own slice of x along another`; backward goes the
+    /// other way.
+    AllToAll {
+        /// The mesh axis.
+        axis: Axis,
+        /// How the operand is cut.
+        from: Shard,
+        /// How the result is cut; another dimension.
+        to: Shard,
     },
 }
 
@@ -460,20 +507,8 @@ impl Op {
             Self::AttentionGrad(_) => "attention_grad",
             Self::Rope(rope) if rope.inverse => "rope_inverse",
             Self::Rope(_) => "rope",
-            Self::Activation(kind) => match kind {
-                Activation::GeluTanh => "gelu_tanh",
-                Activation::GeluErf => "gelu",
-                Activation::Silu => "silu",
-                Activation::Relu => "relu",
-                Activation::Tanh => "tanh",
-            },
-            Self::ActivationGrad(kind) => match kind {
-                Activation::GeluTanh => "gelu_tanh_grad",
-                Activation::GeluErf => "gelu_grad",
-                Activation::Silu => "silu_grad",
-                Activation::Relu => "relu_grad",
-                Activation::Tanh => "tanh_grad",
-            },
+            Self::Activation(kind) => kind.names().0,
+            Self::ActivationGrad(kind) => kind.names().1,
             Self::SiluMul => "silu_mul",
             Self::SiluMulGrad => "silu_mul_grad",
             Self::InverseRoot => "inverse_root",
@@ -499,6 +534,8 @@ impl Op {
             Self::AllReduce { .. } => "all_reduce",
             Self::AllGather { .. } => "all_gather",
             Self::Scatter { .. } => "scatter",
+            Self::ReduceScatter { .. } => "reduce_scatter",
+            Self::AllToAll { .. } => "all_to_all",
         }
     }
 
@@ -547,7 +584,9 @@ impl Op {
             | Self::Zeros { .. }
             | Self::AllReduce { .. }
             | Self::AllGather { .. }
-            | Self::Scatter { .. } => ResultMemory::Own,
+            | Self::Scatter { .. }
+            | Self::ReduceScatter { .. }
+            | Self::AllToAll { .. } => ResultMemory::Own,
         }
     }
 
@@ -560,13 +599,18 @@ impl Op {
                 | Self::AllReduce { .. }
                 | Self::AllGather { .. }
                 | Self::Scatter { .. }
+                | Self::ReduceScatter { .. }
+                | Self::AllToAll { .. }
         )
     }
 
     /// The mesh axis that this operation communicates over, forward.
     pub fn communicates(&self) -> Option<Axis> {
         match self {
-            Self::AllReduce { axis } | Self::AllGather { axis, .. } => Some(*axis),
+            Self::AllReduce { axis }
+            | Self::AllGather { axis, .. }
+            | Self::ReduceScatter { axis, .. }
+            | Self::AllToAll { axis, .. } => Some(*axis),
             _ => None,
         }
     }

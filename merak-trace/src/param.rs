@@ -55,6 +55,10 @@ pub struct Param {
     /// Whether training changes it. A frozen parameter has no gradient.
     #[serde(default = "yes")]
     pub trainable: bool,
+    /// Whether each rank of the tensor axis makes a summand of its gradient alone, because it works
+    /// on a slice of the sequence. Their sum over these ranks is made once per step.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub summed: bool,
     /// The element type that nodes read from memory, if it is narrower than the one that they
     /// compute with. Checkpoints have a frozen parameter in this type; a trained one has a master
     /// in the wider type too, since small updates would be lost.
@@ -94,6 +98,7 @@ impl Param {
             role,
             placements: Placements::default(),
             trainable: true,
+            summed: false,
             kept: None,
             beside: None,
         }

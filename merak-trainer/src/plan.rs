@@ -23,7 +23,7 @@ use merak_partition::{
     Counted, Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, Recompute,
     RecomputeOp, ScheduleChoice, Share, StageMethod, StepCosts,
 };
-use merak_tp::rewrite;
+use merak_tp::{Options, Sequence, rewrite_with};
 use merak_trace::{
     Axis, Node, Op, Param, Shard, StageCuts, StageProgram,
     models::{Head, Objective, TraceOptions},
@@ -202,7 +202,11 @@ impl Plan {
         let traced = draft.model.trace(&options)?;
         let (family, lora) = (draft.info.family, draft.lora.clone());
         let (adapted, _) = with_adapter(traced, lora, family, draft.kept)?;
-        let mut graph = rewrite(&adapted, &draft.lists, draft.degrees.tp)?.graph;
+        // Batches of evaluations and the positions of a decoding have any length: they pass whole.
+        let dim = draft.sequence_dim;
+        let sequence = dim.map_or(Sequence::Whole, |dim| Sequence::WholeLikeCut { dim });
+        let split = Options::new(draft.degrees.tp).with_sequence(sequence);
+        let mut graph = rewrite_with(&adapted, &draft.lists, &split)?.graph;
         forward.output.add_to(&mut graph)?;
         // The same nodes in the same order, except for the loss at the end.
         let last = self.cuts.num_stages() - 1;

@@ -24,7 +24,7 @@ use crate::{
     memory::MemoryNeed,
     plan::{ParamGroups, Plan},
 };
-use merak_mpu::{Buffer, DType, Locality, Memory, Mpu};
+use merak_mpu::{Buffer, DType, Locality, Memory, Mpu, ReduceOp};
 use merak_partition::RankPrograms;
 use merak_pipe::PipelineEngine;
 use merak_trace::{
@@ -266,7 +266,11 @@ impl RankStages {
     }
 
     /// A copy of the gradients of this rank's trained parameters, by name, before they are reduced
-    /// and without the loss scale.
+    /// over replicas and without the loss scale.
+    ///
+    /// # Communication
+    /// The sums over the uses of tied weights, and an all-reduce over the tensor group for each
+    /// parameter of which its ranks have summands.
     pub(crate) fn gradients(&mut self) -> Result<NamedTensors> {
         self.tied.sum(&*self.backend, &mut self.grads)?;
         let params = self.optimizer.layout().params().iter().enumerate();
@@ -276,9 +280,13 @@ impl RankStages {
             for value in &mut values {
                 *value *= unscale;
             }
-            (param.name.clone(), values)
+            if param.summed {
+                let group = self.mpu.tensor_parallel_group();
+                values = group.all_reduce_vec(values, ReduceOp::Sum)?;
+            }
+            Ok((param.name.clone(), values))
         };
-        Ok(params.map(gradient).collect())
+        params.map(gradient).collect()
     }
 
     /// A copy of this rank's parameters, by name.
@@ -507,6 +515,7 @@ fn param_specs(
             dim: shard.dim,
             parts: shard.parts.clone(),
         });
+        spec.summed = param.summed;
         spec
     });
     specs.collect()

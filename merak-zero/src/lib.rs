@@ -88,6 +88,10 @@
 //! together on one of them, a different one for each matrix, which makes the step orthogonal and
 //! returns the pieces.
 //!
+//! Where each tensor rank has a summand of the gradient of a parameter that all of them hold whole
+//! ([`ParamSpec::summed`]), what a rank owns of it is summed over the tensor group once per step,
+//! after the average over replicas and before the norm.
+//!
 //! # Guarantees
 //! - Stage 1 gives the same bits as stage 0 where the group reduces in a fixed order, as the
 //!   threads engine does; so do stages 2 and 3 with one microbatch. With more they add the averages

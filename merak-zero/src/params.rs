@@ -16,6 +16,10 @@ use std::ops::Range;
 /// assert_eq!(bias.numel(), 64);
 /// ```
 #[derive(Debug, Clone, PartialEq)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a fact of its own about the parameter"
+)]
 pub struct ParamSpec {
     /// Name of the logical parameter in the whole model.
     pub name: String,
@@ -31,6 +35,9 @@ pub struct ParamSpec {
     pub counts_in_norm: bool,
     /// How the tensor group cuts the parameter; `None`: each of its ranks holds all of it.
     pub cut: Option<TensorCut>,
+    /// Whether each rank of the tensor group has a summand of the gradient of a parameter that all
+    /// of them hold whole, as each works on a slice of the sequence.
+    pub summed: bool,
     /// Whether it is a matrix between embeddings and head, which Muon makes orthogonal steps of.
     pub hidden_matrix: bool,
     /// Factor of the learning rate.
@@ -89,6 +96,7 @@ impl ParamSpec {
             decay: true,
             counts_in_norm: true,
             cut: None,
+            summed: false,
             hidden_matrix: false,
             lr_scale: 1.0,
         }
@@ -112,6 +120,13 @@ impl ParamSpec {
     #[must_use]
     pub fn with_cut(mut self, cut: TensorCut) -> Self {
         self.cut = Some(cut);
+        self
+    }
+
+    /// Says that each rank of the tensor group has a summand of the gradient.
+    #[must_use]
+    pub fn with_sum(mut self) -> Self {
+        self.summed = true;
         self
     }
 

@@ -1,9 +1,9 @@
 //! The optimizer of one rank.
 
 use crate::{
-    Block, Error, FlatLayout, GlobalParams, GradNorm, LossScaler, MatrixProducts, OptimizerKind,
-    ParamSpec, PlainProducts, Result, ScalerState, Step, StepDevice, UpdateRule, ZeroConfig,
-    ZeroGroups,
+    Block, Error, FlatLayout, GlobalParams, GradNorm, LossScaler, MatrixProducts, NORM_BLOCK,
+    OptimizerKind, ParamSpec, PlainProducts, Result, ScalerState, Step, StepDevice, UpdateRule,
+    ZeroConfig, ZeroGroups,
     device::DeviceState,
     exchange::Exchange,
     flat,
@@ -15,7 +15,7 @@ use crate::{
     update, update_rule,
     whole::PieceHolders,
 };
-use merak_mpu::{Buffer, Group};
+use merak_mpu::{Buffer, Group, ReduceOp};
 use serde::{Deserialize, Serialize};
 use std::{
     borrow::Cow,
@@ -68,7 +68,8 @@ pub struct ZeroOptimizer {
     model: GlobalParams,
     config: ZeroConfig,
     model_group: Group,
-    /// The ranks that hold the pieces of the same parameters, if any is cut.
+    /// The ranks that hold the pieces of the same parameters, or the summands of the same
+    /// gradients.
     tensor_group: Option<Group>,
     products: Arc<dyn MatrixProducts>,
     /// The rule, if it is another program's.
@@ -133,7 +134,8 @@ impl ZeroOptimizer {
     }
 
     /// The same among the ranks that hold the pieces of its parameters ([`ParamSpec::cut`]), in the
-    /// order of the pieces; rules that need whole tensors speak to them.
+    /// order of the pieces, and the summands of gradients ([`ParamSpec::summed`]). Rules that need
+    /// whole tensors speak to them.
     #[must_use]
     pub fn in_tensor_group(mut self, group: Group) -> Self {
         self.tensor_group = Some(group).filter(|group| !group.is_single());
@@ -398,10 +400,14 @@ impl ZeroOptimizer {
     /// Elements of other ranks stay as they were. [`ZeroOptimizer::step`] calls this when the
     /// caller did not.
     ///
+    /// Gradients of which each rank of the tensor group has a summand are summed over it then.
+    ///
     /// # Communication
     /// With `L` elements over `N` ranks: an all-reduce of `4 L` bytes in stage 0, a reduce-scatter
     /// of `4 L` bytes in stage 1, bucket by bucket from the last, up to four under way. None where
-    /// gradients are divided, whose reductions this waits for.
+    /// gradients are divided, whose reductions this waits for. For what this rank owns of
+    /// parameters that are [summed](ParamSpec::summed), an all-reduce of 4 bytes per element over
+    /// the tensor group.
     ///
     /// # Errors
     /// When the gradients of this step were reduced before, `grads` does not fit the layout, or the
@@ -422,7 +428,40 @@ impl ZeroOptimizer {
             self.exchange.advance(&self.layout, grads, true)?;
             self.exchange.end_step();
         }
+        self.sum_over_tensor(grads)?;
         self.reduced = true;
+        Ok(())
+    }
+
+    /// Sums what this rank owns of the gradients of which each tensor rank has a summand; not many
+    /// more elements than a bucket has at once.
+    fn sum_over_tensor(&self, grads: &mut dyn Buffer) -> Result<()> {
+        let Some(group) = &self.tensor_group else {
+            return Ok(());
+        };
+        let params = self.layout.params();
+        let places = self.state.places(self.exchange.grads());
+        let owned = self.state.blocks().iter().zip(places);
+        let summed = owned.filter(|(block, _)| params[block.param].summed);
+        let summed: Vec<_> = summed.map(|(_, place)| place).collect();
+        let blocks_at_once = (self.config.reduce_bucket_size / NORM_BLOCK).max(1);
+        for places in summed.chunks(blocks_at_once) {
+            let mut all = Vec::new();
+            flat::read(grads, |g| {
+                let own = places.iter().map(|place| &g[place.clone()]);
+                own.for_each(|own| all.extend_from_slice(own));
+            });
+            let sum = group.all_reduce_vec(all, ReduceOp::Sum);
+            let sum = sum.map_err(Error::communication("sum over the tensor group"))?;
+            flat::write(grads, |g| {
+                let mut sum = &sum[..];
+                for place in places {
+                    let (own, further) = sum.split_at(place.len());
+                    g[place.clone()].copy_from_slice(own);
+                    sum = further;
+                }
+            });
+        }
         Ok(())
     }
 

@@ -50,6 +50,8 @@ pub enum RecomputeOp {
     Norm,
     /// Dropout.
     Dropout,
+    /// The joins of slices of the sequence in front of split layers.
+    Gather,
 }
 
 /// What the stages of a schedule recompute is chosen for that schedule.
@@ -162,7 +164,13 @@ impl Choice<'_> {
 
 impl RecomputeOp {
     /// Every kind.
-    pub const ALL: [Self; 4] = [Self::Attention, Self::Activation, Self::Norm, Self::Dropout];
+    pub const ALL: [Self; 5] = [
+        Self::Attention,
+        Self::Activation,
+        Self::Norm,
+        Self::Dropout,
+        Self::Gather,
+    ];
     /// Those with large results that are cheap to compute.
     pub const USUAL: [Self; 3] = [Self::Attention, Self::Activation, Self::Norm];
 
@@ -173,6 +181,7 @@ impl RecomputeOp {
             Self::Activation => "activation",
             Self::Norm => "norm",
             Self::Dropout => "dropout",
+            Self::Gather => "gather",
         }
     }
 
@@ -183,6 +192,7 @@ impl RecomputeOp {
             Self::Activation => matches!(op, Op::Activation(_) | Op::SiluMul),
             Self::Norm => matches!(op, Op::LayerNorm { .. } | Op::RmsNorm { .. }),
             Self::Dropout => matches!(op, Op::Dropout(_)),
+            Self::Gather => matches!(op, Op::AllGather { .. }),
         }
     }
 }

@@ -159,7 +159,8 @@ fn keeps_meaning(graph: &Graph, node: &Node) -> bool {
         | Op::Reshape { .. }
         | Op::Transpose { .. }
         | Op::AllReduce { .. }
-        | Op::AllGather { .. } => true,
+        | Op::AllGather { .. }
+        | Op::ReduceScatter { .. } => true,
         // The bias of a head whose product was summed over ranks.
         Op::Add => graph.param_of(node.inputs[1]).is_some(),
         _ => false,

@@ -2,17 +2,22 @@
 
 use merak_partition::{SegmentOptions, SplitMethod, segment};
 use merak_trace::{
-    Axis, DType, Graph, Init, Op, Param, ParamRole, Placement, TensorType, fx,
-    op::{Activation, WeightLayout},
+    Axis, DType, Graph, Init, Op, Param, ParamRole, Placement, Shard, TensorType, fx,
+    op::{Activation, JoinedGrad, WeightLayout},
 };
 
 const WIDTH: usize = 8;
 
 /// A chain of blocks as a tensor-parallel rewrite leaves them: column, row, two linear operations
-/// on the summand, all-reduce, bias. Without the open sums, every value but the copies could be
+/// on the summand, all-reduce, bias; with `sliced` a gather in front of them and a reduce-scatter
+/// behind. Without the open sums, every value but the copies could be
 /// cut.
-fn chain(blocks: usize) -> Graph {
+fn chain(blocks: usize, sliced: bool) -> Graph {
     let axis = Axis::Tensor;
+    let rows = Shard {
+        dim: 0,
+        parts: vec![2],
+    };
     let half = |name: String, shape: [usize; 2], dim: usize| {
         let full = TensorType::new(shape, DType::F32);
         let mut param = Param::new(name, full, Init::Normal(1.0), ParamRole::Weight);
@@ -20,7 +25,10 @@ fn chain(blocks: usize) -> Graph {
         param
     };
     let mut graph = Graph::new();
-    let mut value = graph.add_input("x", TensorType::new([2, WIDTH], DType::F32));
+    let mut value = graph.add_input(
+        "x",
+        TensorType::new([if sliced { 1 } else { 2 }, WIDTH], DType::F32),
+    );
     for block in 0..blocks {
         let scope = format!("block.{block}").into();
         let column = graph
@@ -41,13 +49,21 @@ fn chain(blocks: usize) -> Graph {
             layout: WeightLayout::OutIn,
             bias: false,
         };
-        value = apply(Op::CopyTo { axis }, vec![value]);
+        let (begin, sum) = if sliced {
+            let (shard, grad) = (rows.clone(), JoinedGrad::Summand);
+            let begin = Op::AllGather { axis, shard, grad };
+            let (shard, local) = (rows.clone(), 1);
+            (begin, Op::ReduceScatter { axis, shard, local })
+        } else {
+            (Op::CopyTo { axis }, Op::AllReduce { axis })
+        };
+        value = apply(begin, vec![value]);
         value = apply(linear(), vec![value, column]);
         value = apply(Op::Activation(Activation::Relu), vec![value]);
         value = apply(linear(), vec![value, row]);
         value = apply(Op::Scale { factor: 0.5 }, vec![value]);
         value = apply(Op::Identity, vec![value]);
-        value = apply(Op::AllReduce { axis }, vec![value]);
+        value = apply(sum, vec![value]);
         value = apply(Op::Add, vec![value, bias]);
     }
     graph.add_output("y", value);
@@ -56,7 +72,12 @@ fn chain(blocks: usize) -> Graph {
 
 #[test]
 fn a_partial_sum_stays_with_its_all_reduce_and_a_copy_with_its_users() {
-    let graph = chain(3);
+    for sliced in [false, true] {
+        stays_together(&chain(3, sliced));
+    }
+}
+
+fn stays_together(graph: &Graph) {
     for method in [SplitMethod::FarthestMinDeps, SplitMethod::NearestMinDeps] {
         for num_stages in 1..=11 {
             let options = SegmentOptions {
@@ -65,13 +86,13 @@ fn a_partial_sum_stays_with_its_all_reduce_and_a_copy_with_its_users() {
                 target_segments: Some(100),
                 ..SegmentOptions::default()
             };
-            let segments = segment(&graph, &options)
+            let segments = segment(graph, &options)
                 .expect("a block has three legal cuts inside and one behind");
             for &border in &segments.bounds[1..segments.len()] {
                 let behind = graph.nodes()[border - 1].op.name();
                 let is_row = behind == "linear" && graph.nodes()[border].op.name() == "scale";
                 assert!(
-                    !is_row && !["copy_to", "scale", "identity"].contains(&behind),
+                    !is_row && !["copy_to", "all_gather", "scale", "identity"].contains(&behind),
                     "{method} cuts behind {behind}"
                 );
             }
@@ -86,7 +107,7 @@ fn parameters_count_in_full_whatever_a_rank_holds() {
         target_segments: Some(1),
         ..SegmentOptions::default()
     };
-    let segments = segment(&chain(1), &options).unwrap();
+    let segments = segment(&chain(1, false), &options).unwrap();
     assert_eq!(
         segments.params.iter().sum::<usize>(),
         2 * 2 * WIDTH * WIDTH + WIDTH

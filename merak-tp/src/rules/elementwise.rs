@@ -20,13 +20,12 @@ pub(super) fn unary(site: &Site<'_>) -> NodePlacement {
 
 /// Keeps the split and draws this rank's part of the whole mask.
 ///
-/// The mask is a function of one sample number per row, so samples stay together, and a slice
-/// is contiguous, so fused parts are joined first.
+/// A slice of the mask is contiguous, so fused parts are joined first.
 pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
     let Some(shard) = site.shard(0) else {
         return site.whole();
     };
-    if shard.dim == 0 || shard.parts.len() > 1 || dropout.slice.is_some() {
+    if shard.parts.len() > 1 || dropout.slice.is_some() {
         return site.whole();
     }
     let slice = Some(AxisSlice {

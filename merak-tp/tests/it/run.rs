@@ -1,6 +1,6 @@
 //! Runs a graph forward and backward, on one rank or as slices on several.
 
-use merak_mpu::{Group, into_vec, testing::world};
+use merak_mpu::{Group, ReduceOp, into_vec, testing::world};
 use merak_trace::{
     Axis, AxisGroups, Batch, Coord, DType, GradSlot, GradStore, Graph, Init, Interpreter, Param,
     RecomputePlan, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram, TensorType,
@@ -82,7 +82,7 @@ fn step(graph: &Graph, rank: usize, groups: Arc<dyn AxisGroups>) -> Step {
     let runner = Interpreter::new(
         Arc::new(program.expect("differentiable")),
         Arc::clone(&backend),
-        groups,
+        Arc::clone(&groups),
     );
     let program = runner.program();
     let params: Vec<_> = program
@@ -131,7 +131,21 @@ fn step(graph: &Graph, rank: usize, groups: Arc<dyn AxisGroups>) -> Step {
             .or_insert_with(|| vec![0.0; own.len()]);
         sum.iter_mut().zip(own).for_each(|(sum, x)| *sum += x);
     }
+    sum_over_ranks(graph, &*groups, &mut grads);
     Step { loss, grads }
+}
+
+/// What an optimizer does before a step: sums gradients of which each rank has a summand.
+fn sum_over_ranks(graph: &Graph, groups: &dyn AxisGroups, grads: &mut BTreeMap<String, Vec<f64>>) {
+    let Some(group) = groups.along(Axis::Tensor) else {
+        return;
+    };
+    for param in graph.params().iter().filter(|param| param.summed) {
+        if let Some(grad) = grads.get_mut(&param.name) {
+            let sum = group.all_reduce_vec(std::mem::take(grad), ReduceOp::Sum);
+            *grad = sum.expect("all ranks sum");
+        }
+    }
 }
 
 /// The whole of a parameter: noise of its name around its initial constant.

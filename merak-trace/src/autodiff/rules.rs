@@ -3,7 +3,7 @@
 use super::{Contributions, Tape};
 use crate::{
     Error, Node, Op, Result, ValueId,
-    op::{AttentionOptions, Rope},
+    op::{AttentionOptions, JoinedGrad, Rope},
 };
 
 /// Adds the nodes that compute the gradients of the operands of `node` that need one.
@@ -113,23 +113,39 @@ impl Rule<'_, '_> {
             Op::Dropout(_) | Op::Scale { .. } => self.one(0, self.node.op.clone(), &[dy]),
             Op::Identity | Op::AllReduce { .. } => Ok(self.pass(0, dy)),
             Op::CopyTo { axis } => self.one(0, Op::AllReduce { axis: *axis }, &[dy]),
-            Op::AllGather { axis, shard } => {
+            Op::AllGather { axis, shard, grad } => {
                 let local = self.shape(x(0))[shard.dim];
-                self.one(
-                    0,
-                    Op::Scatter {
-                        axis: *axis,
-                        shard: shard.clone(),
-                        local,
-                    },
-                    &[dy],
-                )
+                let (axis, shard) = (*axis, shard.clone());
+                let op = match grad {
+                    JoinedGrad::Whole => Op::Scatter { axis, shard, local },
+                    JoinedGrad::Summand => Op::ReduceScatter { axis, shard, local },
+                };
+                self.one(0, op, &[dy])
             }
             Op::Scatter { axis, shard, .. } => self.one(
                 0,
                 Op::AllGather {
                     axis: *axis,
                     shard: shard.clone(),
+                    grad: JoinedGrad::Whole,
+                },
+                &[dy],
+            ),
+            Op::ReduceScatter { axis, shard, .. } => self.one(
+                0,
+                Op::AllGather {
+                    axis: *axis,
+                    shard: shard.clone(),
+                    grad: JoinedGrad::Summand,
+                },
+                &[dy],
+            ),
+            Op::AllToAll { axis, from, to } => self.one(
+                0,
+                Op::AllToAll {
+                    axis: *axis,
+                    from: to.clone(),
+                    to: from.clone(),
                 },
                 &[dy],
             ),

@@ -98,7 +98,9 @@ impl Shapes<'_> {
             | Op::CopyTo { .. }
             | Op::AllReduce { .. }
             | Op::AllGather { .. }
-            | Op::Scatter { .. } => 0,
+            | Op::Scatter { .. }
+            | Op::ReduceScatter { .. }
+            | Op::AllToAll { .. } => 0,
             Op::Linear { bias, .. } => {
                 2 * self.y() * self.columns(0) + if *bias { self.y() } else { 0 }
             }

@@ -8,7 +8,7 @@ use merak_mpu::{Axis, Group, testing::world};
 use merak_trace::{
     AxisGroups, DType, Init, Op, ParamRole, Result, Shard, TensorType,
     fx::{AttentionTerms, Module, Symbol},
-    op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
+    op::{Activation, Attention, DropoutSpec, JoinedGrad, RelativeBuckets, Rope, WeightLayout},
 };
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
@@ -229,6 +229,7 @@ fn every_operation_has_a_case() {
     cases.shapes();
     // These run on two ranks below.
     cases.note(&REGIONS);
+    cases.note(&EXCHANGES);
     let variants = variants();
     assert!(variants.len() > 40, "{variants:?}");
     let missing: Vec<_> = variants.difference(&cases.0).collect();
@@ -265,7 +266,8 @@ const REGIONS: Case<'static> = Case {
         };
         let slice = one(module, op, &[&x])?;
         let bent = one(module, Op::Activation(Activation::Silu), &[&slice])?;
-        let joined = one(module, Op::AllGather { axis, shard }, &[&bent])?;
+        let grad = JoinedGrad::Whole;
+        let joined = one(module, Op::AllGather { axis, shard, grad }, &[&bent])?;
         let sum = one(module, Op::AllReduce { axis }, &[&bent])?;
         let copied = one(module, Op::CopyTo { axis }, &[&x])?;
         Ok(vec![joined, sum, copied])
@@ -308,6 +310,103 @@ fn regions_of_two_ranks_join_sum_and_slice() {
                     ("weights0", &silu),
                     ("weights1", &sum),
                     ("weights2", &x),
+                    ("operand0", &gradient),
+                ] {
+                    let place = format!("{what} of rank {rank} on {} in {dtype}", backend.name());
+                    near(&place, &found[what], expected, tolerance(dtype), false);
+                }
+            }
+        }
+    }
+}
+
+/// Both ranks bend all of `x [4, 6]`; the sum is cut, handed over from columns to rows, and joined
+/// by columns for work that each rank does a part of.
+const EXCHANGES: Case<'static> = Case {
+    name: "exchanges of two ranks",
+    operands: &[],
+    ids: &[],
+    build: &|module, _, _| {
+        let axis = Axis::Tensor;
+        let columns = Shard {
+            dim: 1,
+            parts: vec![2, 4],
+        };
+        let rows = Shard {
+            dim: 0,
+            parts: vec![4],
+        };
+        let x = module.param("operand0", &[4, 6], Init::Normal(1.0), ParamRole::Weight)?;
+        let bent = one(module, Op::Activation(Activation::Silu), &[&x])?;
+        let op = Op::ReduceScatter {
+            axis,
+            shard: columns.clone(),
+            local: 3,
+        };
+        let slice = one(module, op, &[&bent])?;
+        let op = Op::AllToAll {
+            axis,
+            from: columns.clone(),
+            to: rows.clone(),
+        };
+        let of_rows = one(module, op, &[&slice])?;
+        let op = Op::AllToAll {
+            axis,
+            from: rows,
+            to: columns.clone(),
+        };
+        let back = one(module, op, &[&of_rows])?;
+        let op = Op::AllGather {
+            axis,
+            shard: columns,
+            grad: JoinedGrad::Summand,
+        };
+        let joined = one(module, op, &[&back])?;
+        Ok(vec![slice, of_rows, joined])
+    },
+};
+
+#[test]
+fn exchanges_of_two_ranks_sum_cut_and_turn() {
+    for backend in host_backends(1) {
+        for &dtype in dtypes(&backend) {
+            let found = world(2, |member| {
+                let group = member.world_group().expect("every rank is in the world");
+                let run = Run {
+                    groups: Arc::new(TensorGroup(group)),
+                    ..Run::new(&backend, dtype)
+                };
+                measure(&EXCHANGES, &run)
+            });
+            let numbers = |index: u64, len| -> Vec<_> {
+                let numbers = noise(31 + index, len).into_iter();
+                numbers.map(|x| round(dtype, x)).collect()
+            };
+            let (x, weights) = (
+                numbers(0, 24),
+                [numbers(1, 12), numbers(2, 12), numbers(3, 24)],
+            );
+            let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+            // Both ranks have the same summand.
+            let sum: Vec<_> = x.iter().map(|&x| 2.0 * x * sigmoid(x)).collect();
+            let mut gradient = vec![0.0; 24];
+            let (mut columns, mut rows) = ([vec![0.0; 12], vec![0.0; 12]], sum.clone());
+            let last_rows = rows.split_off(12);
+            for (i, &x) in x.iter().enumerate() {
+                let (rank, column) = PLACES[i % 6];
+                columns[rank][i / 6 * 3 + column] = sum[i];
+                let slope = sigmoid(x) * (1.0 + x * (1.0 - sigmoid(x)));
+                // Each rank weighs its own columns, its own rows, and all of the joined value.
+                let upstream =
+                    weights[0][i / 6 * 3 + column] + weights[1][i % 12] + 2.0 * weights[2][i];
+                gradient[i] = slope * upstream;
+            }
+            for (rank, found) in found.iter().enumerate() {
+                let rows = [&rows, &last_rows][rank];
+                for (what, expected) in [
+                    ("weights0", &columns[rank]),
+                    ("weights1", rows),
+                    ("weights2", &sum),
                     ("operand0", &gradient),
                 ] {
                     let place = format!("{what} of rank {rank} on {} in {dtype}", backend.name());

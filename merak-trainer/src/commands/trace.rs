@@ -8,7 +8,8 @@ use super::{
 };
 use clap::{Args as ClapArgs, ValueEnum};
 use merak_ckpt::{cli::at_least_one, words::brief};
-use merak_trace::{StageCuts, StageProgram, render};
+use merak_tp::Traffic;
+use merak_trace::{Axis, StageCuts, StageProgram, render};
 use merak_trainer::{Config, Given, Origin, Plan, PlanInputs};
 use std::{path::PathBuf, process::ExitCode};
 
@@ -75,7 +76,10 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         }
     };
     output::print(match args.format {
-        Format::Text => output::fitted(&render::graph(graph, render::Format::Text)),
+        Format::Text => {
+            let text = render::graph(graph, render::Format::Text);
+            output::fitted(&format!("{text}{}", traffic(&plan, args.stage)?))
+        }
         Format::Dot => render::graph(graph, render::Format::Dot),
         Format::Json => render::graph(graph, render::Format::Json),
     })?;
@@ -128,6 +132,20 @@ impl Args {
             None => self.keys.load(&self.source)?,
         })
     }
+}
+
+/// What a microbatch communicates between tensor-parallel ranks, as comments; nothing with one.
+fn traffic(plan: &Plan, stage: Option<usize>) -> Result<String, Failure> {
+    if plan.draft.degrees.tp == 1 {
+        return Ok(String::new());
+    }
+    let stages = stage.map_or(0..plan.cuts.num_stages(), |stage| stage..stage + 1);
+    let programs = stages.map(|stage| plan.training_program(stage));
+    let programs = programs.collect::<Result<Vec<_>, _>>()?;
+    let table = Traffic::of(&programs, Axis::Tensor).to_string();
+    let lines = table.lines().map(|line| format!("# {line}\n"));
+    let title = "# communication of a microbatch between tensor-parallel ranks\n".to_owned();
+    Ok(std::iter::once(title).chain(lines).collect())
 }
 
 fn check_stage(stage: usize, cuts: &StageCuts, pp: usize) -> Result<(), String> {

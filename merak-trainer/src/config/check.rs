@@ -129,7 +129,27 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             format_args!("a multiple of \"tp\", which is {}", a.tp),
         )?;
     }
-    Ok(())
+    check_sequence(a, checker)
+}
+
+/// The ranks that share a sequence divide its length.
+fn check_sequence(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let lengths = a.seq_length.filter(|_| a.sequence_parallel);
+    let lengths = lengths.map(|lengths| [Some(lengths.input), lengths.target]);
+    let mut lengths = lengths.into_iter().flatten().flatten();
+    match lengths.find(|length| !length.is_multiple_of(a.tp)) {
+        Some(length) => checker.require(
+            false,
+            "seq_length",
+            length,
+            format_args!(
+                "a multiple of \"tp\", which is {}, while \"sequence_parallel\" is true, such as {}",
+                a.tp,
+                length.next_multiple_of(a.tp),
+            ),
+        ),
+        None => Ok(()),
+    }
 }
 
 fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {

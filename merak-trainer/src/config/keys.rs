@@ -71,6 +71,12 @@ settings! {
         dp: usize [at_least 1] = 1,
         /// Tensor-parallel ranks per replica and stage.
         tp: usize [at_least 1] = 1,
+        /// Whether tensor-parallel ranks share the sequence between the layers that they split,
+        /// where otherwise each has all of it; they must divide its length.
+        sequence_parallel: bool = false,
+        /// Dimension of hidden states that holds the sequence: 1 for those of all families, 0 for
+        /// models of your own that put the sequence first.
+        sequence_dim: usize [at_least 0, at_most 1] = 1,
         /// Ranks of the pipeline.
         pp: usize [at_least 1] = 1,
         /// Order of the microbatches' forwards and backwards on each rank.

@@ -40,8 +40,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("cache_name", NONE),
     reserved("split_inputs", FALSE),
     reserved("parallel_vocab", FALSE),
-    reserved("sequence_parallel", FALSE),
-    reserved("sequence_dim", &["1"]),
     reserved("tp_overlapping_level", &["0"]),
     // Memory is never pinned and every rank is a CPU rank: both values hold already.
     reserved("dataloader_pin_memory", &["true", "false"]),

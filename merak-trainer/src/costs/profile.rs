@@ -215,6 +215,11 @@ impl Profile {
             Op::Identity | Op::CopyTo { .. } => self.per_node,
             // A gather moves the result once, and counts as the reduction of as many bytes.
             Op::AllReduce { .. } | Op::AllGather { .. } => self.network.all_reduce.seconds(bytes()),
+            // As much moves as in the gather of the operand, or in that of the result.
+            Op::ReduceScatter { .. } | Op::AllToAll { .. } => {
+                let operand = graph.ty(node.inputs[0]).size_bytes();
+                self.network.all_reduce.seconds(operand)
+            }
             _ => {
                 let timed = self.nodes.get(&of_node(graph, node)).copied();
                 self.per_node + timed.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)))
@@ -255,6 +260,8 @@ pub(super) fn is_timed(op: &Op) -> bool {
             | Op::AllReduce { .. }
             | Op::AllGather { .. }
             | Op::Scatter { .. }
+            | Op::ReduceScatter { .. }
+            | Op::AllToAll { .. }
     )
 }
 

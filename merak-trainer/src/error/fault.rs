@@ -124,6 +124,7 @@ impl PlanError {
     fn keys(&self) -> Vec<&'static str> {
         match self {
             Self::UnknownToken { key, .. } => vec![key],
+            Self::SequenceDim { .. } => vec!["sequence_dim"],
             Self::FewerLayers { .. } => vec!["pp"],
             Self::FewMicrobatches { .. } => vec!["gradient_accumulation_steps", "train_schedule"],
             Self::NoSplitPoints(_) => vec!["split_method"],
@@ -220,6 +221,7 @@ fn of_tensor_parallel(error: &merak_tp::Error) -> Vec<&'static str> {
                 "tp_layer_lists.row_para_list",
             ]
         }
+        E::Sequence { .. } => vec!["seq_length", "sequence_parallel", "tp"],
         E::Indivisible { .. }
         | E::Heads { .. }
         | E::KvHeads { .. }

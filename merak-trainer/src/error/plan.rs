@@ -55,6 +55,15 @@ pub enum PlanError {
         /// What is wrong.
         reason: Box<merak_trace::Error>,
     },
+    /// A dimension of a known model that does not hold the sequence.
+    #[error(
+        "\"sequence_dim\" is 0, but the hidden states of a {family} are [batch, sequence, width]: choose 1; 0 is for models \
+         of your own with [sequence, batch, width]"
+    )]
+    SequenceDim {
+        /// The model's family.
+        family: &'static str,
+    },
     /// A token of the configuration that the model does not know.
     #[error("\"{key}\" is {token}, but the model knows the tokens 0 to {} only", vocab - 1)]
     UnknownToken {

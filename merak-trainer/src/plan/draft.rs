@@ -8,10 +8,10 @@ use crate::{
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{SegmentOptions, Segments, segment};
-use merak_tp::{LayerLists, rewrite};
+use merak_tp::{LayerLists, Options, Sequence, rewrite_with};
 use merak_trace::{
     Graph, Param,
-    models::{Head, Model, ModelInfo, TraceOptions},
+    models::{self, Head, Model, ModelInfo, TraceOptions},
 };
 use std::sync::Arc;
 
@@ -72,6 +72,9 @@ pub struct Draft {
     /// What a microbatch's loss is divided by.
     pub loss_count: LossCount,
     pub(super) lists: LayerLists,
+    /// The dimension of hidden states that tensor ranks share between the split regions, if they
+    /// do.
+    pub(super) sequence_dim: Option<usize>,
     /// The element type in which weights are kept, where nodes compute in another: under an adapter
     /// the frozen ones.
     pub(super) kept: Option<DType>,
@@ -121,7 +124,10 @@ impl Draft {
         let traced = model.trace(&trace)?;
         let adapted = with_adapter(traced, inputs.lora.clone(), info.family, kept);
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
-        let rewritten = rewrite(&graph, &lists, args.tp)?;
+        let sequence_dim = args.sequence_parallel.then_some(args.sequence_dim);
+        let sequence = sequence_dim.map_or(Sequence::Whole, |dim| Sequence::Cut { dim });
+        let split = Options::new(args.tp).with_sequence(sequence);
+        let rewritten = rewrite_with(&graph, &lists, &split)?;
         let options = SegmentOptions {
             method: args.split_method,
             target_segments: args.shard_count,
@@ -147,6 +153,7 @@ impl Draft {
                 .map(|loss| loss.count)
                 .unwrap_or_default(),
             lists,
+            sequence_dim,
             kept,
             trace,
         };
@@ -166,10 +173,18 @@ fn check(info: &ModelInfo, args: &CheckedArguments) -> Result<()> {
     let ends = args.eos_token_id.iter().flat_map(|ends| &ends.0);
     let named = ends.map(|&token| ("eos_token_id", token));
     let pad = args.pad_token_id.map(|token| ("pad_token_id", token));
-    match named.chain(pad).find(|&(_, token)| token as usize >= vocab) {
-        Some((key, token)) => Err(Error::Plan(PlanError::UnknownToken { key, token, vocab })),
-        None => Ok(()),
+    let mut named = named.chain(pad);
+    if let Some((key, token)) = named.find(|&(_, token)| token as usize >= vocab) {
+        return Err(Error::Plan(PlanError::UnknownToken { key, token, vocab }));
     }
+    // This program traces the known ones, and so knows the order of their dimensions.
+    let is_known = models::family(info.family).is_some();
+    if args.sequence_parallel && args.sequence_dim == 0 && is_known {
+        return Err(Error::Plan(PlanError::SequenceDim {
+            family: info.family,
+        }));
+    }
+    Ok(())
 }
 
 /// Adds the file to an error of the adapter's description. The adapter's name is no part of it.

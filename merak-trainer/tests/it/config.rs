@@ -196,6 +196,8 @@ output_dir = null
 overwrite_output_dir = false
 dp = 1
 tp = 1
+sequence_parallel = false
+sequence_dim = 1
 pp = 1
 train_schedule = "1f1b"
 virtual_stages = 1
@@ -629,7 +631,7 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(custom("--custom_partition 0,2,4"), @"no error");
     assert_snapshot!(message(load_line("--pp 2 --activation_checkpoint_ratio 1.5")), @r#""activation_checkpoint_ratio" is 1.5 (command line --activation_checkpoint_ratio), but must be from 0 to 1"#);
     assert_snapshot!(message(load_line("--pp 2 --activation_checkpoint_ratio 0.5,0.4,0.3")), @r#""activation_checkpoint_ratio" is [0.5, 0.4, 0.3] (command line --activation_checkpoint_ratio), but must be at most 2 values, because "pp" is 2"#);
-    assert_snapshot!(message(load_line("--recompute selective --recompute_ops atention")), @r#""recompute_ops" expects attention, activation, norm or dropout, found "atention" (command line --recompute_ops); did you mean "attention"?"#);
+    assert_snapshot!(message(load_line("--recompute selective --recompute_ops atention")), @r#""recompute_ops" expects attention, activation, norm, dropout or gather, found "atention" (command line --recompute_ops); did you mean "attention"?"#);
     assert_snapshot!(message(load_line("--recompute_ops norm")), @r#""recompute_ops" is ["norm"] (command line --recompute_ops), but must be unset unless "recompute" is "selective""#);
     assert_snapshot!(message(load_line("--recompute budget")), @r#""activation_memory_budget" is not set: "recompute" budget needs the bytes that a rank's activations may take"#);
     assert_snapshot!(message(load_line("--train_schedule zb_v --virtual_stages 3")), @r#""virtual_stages" is 3 (command line --virtual_stages), but must be 2 under "train_schedule" zb_v"#);

@@ -18,6 +18,7 @@ mod own_parts; // losses, rates and collators of the caller's own
 mod pipeline; // L1: the pipeline changes no bit
 mod prediction; // predictions of samples
 mod resume; // L3, L5: resumed runs and equal bytes
+mod sequence; // L2, N1, N2: slices of the sequence between split regions
 mod stages; // L1, L3: several stages per rank
 mod timeline; // ranks share an axis of time
 mod topology; // L2: the degrees change the order of summation only

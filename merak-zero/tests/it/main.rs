@@ -5,6 +5,7 @@
 //! - `rules`: fifty steps of every rule against PyTorch's numbers; divisions of the model
 //! - `schedules`: learning-rate factors against Hugging Face's numbers
 //! - `stages`: worlds of 1, 2 and 4 ranks; stage 1, stage 0 and one serial rank give the same bits
+//! - `sums`: gradients of which each tensor rank has a summand
 //! - `norms`: the global norm under tensor and pipeline splits; clipping; skipped steps
 //! - `scaling`: the loss scale; overflows on single ranks
 //! - `resume`: state out and in again, on another number of ranks too
@@ -30,6 +31,7 @@ mod rules;
 mod scaling;
 mod schedules;
 mod stages;
+mod sums;
 #[cfg(feature = "tch")]
 mod tch;
 // `cfg(test)` tells clippy that its functions are bodies of tests.

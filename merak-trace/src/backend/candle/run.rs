@@ -85,9 +85,11 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
         | Op::SumLeading { .. }
         | Op::EmbeddingGrad { .. } => in_float!(node, sums(&inputs)),
         // The interpreter runs these itself if the axis has more than one rank.
-        Op::AllReduce { .. } | Op::AllGather { .. } | Op::Scatter { .. } => {
-            Err(node.unsupported(&inputs))
-        }
+        Op::AllReduce { .. }
+        | Op::AllGather { .. }
+        | Op::Scatter { .. }
+        | Op::ReduceScatter { .. }
+        | Op::AllToAll { .. } => Err(node.unsupported(&inputs)),
     }
 }
 

@@ -105,7 +105,11 @@ pub(super) fn run(backend: &Tch, call: Call<'_>, inputs: Vec<Value>) -> Result<V
             one(Tensor::f_cat(&pieces, int(*dim)))
         }
         // The interpreter runs these itself if the axis has more than one rank.
-        Op::AllReduce { .. } | Op::AllGather { .. } | Op::Scatter { .. } => {
+        Op::AllReduce { .. }
+        | Op::AllGather { .. }
+        | Op::Scatter { .. }
+        | Op::ReduceScatter { .. }
+        | Op::AllToAll { .. } => {
             return Err(node.unsupported(&inputs));
         }
     };

@@ -431,6 +431,12 @@ fn a_graph_is_printed_in_every_format() {
         "{stage}"
     );
     assert!(!stage.contains("transformer.h.0"), "{stage}");
+    let of_layer = stage
+        .lines()
+        .find(|line| line.starts_with("# transformer.h.3 "));
+    let of_layer = of_layer.map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let of_layer = of_layer.expect("a table of what the layers communicate");
+    assert_eq!(of_layer[2..4], ["all_reduce", "2"], "{stage}");
     // Any key may follow.
     let shallow = place.succeed("trace merak.toml --num_layers 2 --per_device_train_batch_size 3");
     assert!(

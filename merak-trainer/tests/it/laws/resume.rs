@@ -12,7 +12,7 @@ use tempfile::tempdir;
 use crate::support::{Case, Tokens, assert_close_losses, assert_same_tensors, numbers};
 
 /// Trains and saves; the folder of the checkpoint lies in `folder`.
-fn train_and_save(case: &Case, steps: usize, folder: &Path) {
+pub(super) fn train_and_save(case: &Case, steps: usize, folder: &Path) {
     let case = case.clone().writing(folder);
     case.on_ranks(|trainer| {
         for _ in 0..steps {
@@ -23,7 +23,7 @@ fn train_and_save(case: &Case, steps: usize, folder: &Path) {
 }
 
 /// The same case, resumed from the newest checkpoint of `folder`.
-fn resumed(case: &Case, folder: &Path) -> Case {
+pub(super) fn resumed(case: &Case, folder: &Path) -> Case {
     case.clone()
         .writing(folder)
         .with("resume_from_checkpoint", "latest")

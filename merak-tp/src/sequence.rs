@@ -1,0 +1,109 @@
+//! Sequence parallelism: between the split regions each rank has a slice of the sequence
+//! ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)).
+
+use crate::{Error, Result, error::divisors, rules::Site};
+use merak_trace::{Shard, TensorType};
+
+/// How values between the split regions lie on the ranks of the tensor axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sequence {
+    /// Every rank has all of them.
+    #[default]
+    Whole,
+    /// Each rank has a slice of the dimension that holds the sequence: 1 for hidden states
+    /// `[batch, sequence, width]`, 0 for `[sequence, batch, width]`.
+    Cut {
+        /// The dimension.
+        dim: usize,
+    },
+    /// Every rank has all of them, in a graph with the nodes of [`Sequence::Cut`] one for one: for
+    /// sequences of any length, which take the stages of a training as they are.
+    WholeLikeCut {
+        /// The dimension that is cut there.
+        dim: usize,
+    },
+}
+
+/// What a rewrite is asked for, besides the lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Ranks of the tensor axis.
+    pub degree: usize,
+    /// How values between the split regions lie.
+    pub sequence: Sequence,
+}
+
+impl Options {
+    /// The split over `degree` ranks, with whole values between the regions.
+    pub fn new(degree: usize) -> Self {
+        Self {
+            degree,
+            sequence: Sequence::Whole,
+        }
+    }
+
+    /// The same with another placement of the values between the regions.
+    #[must_use]
+    pub fn with_sequence(mut self, sequence: Sequence) -> Self {
+        self.sequence = sequence;
+        self
+    }
+
+    /// The dimension of hidden states that holds the sequence, if the graph is one with cuts.
+    pub(crate) fn sequence_dim(&self) -> Option<usize> {
+        match self.sequence {
+            Sequence::Whole => None,
+            Sequence::Cut { dim } | Sequence::WholeLikeCut { dim } => Some(dim),
+        }
+    }
+
+    /// Whether a rank has all of what is cut by its placement.
+    pub(crate) fn is_whole(&self) -> bool {
+        matches!(self.sequence, Sequence::WholeLikeCut { .. })
+    }
+
+    /// The cut of dimension `dim` of a value, made for the layer at `place`.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when the ranks cannot share it evenly.
+    pub(crate) fn cut(&self, ty: &TensorType, dim: usize, place: &str) -> Result<Shard> {
+        let len = ty.shape[dim];
+        if !self.is_whole() && !len.is_multiple_of(self.degree) {
+            return Err(Error::Sequence {
+                module: place.to_owned(),
+                len,
+                degree: self.degree,
+                legal: divisors(len),
+            });
+        }
+        let parts = vec![len];
+        Ok(Shard { dim, parts })
+    }
+
+    /// How the sum of a layer's partial results is cut: along the sequence, if it has one before
+    /// its features.
+    pub(crate) fn cut_sum(&self, ty: &TensorType, place: &str) -> Result<Option<Shard>> {
+        match self.sequence_dim() {
+            Some(dim) if dim + 1 < ty.ndim() => self.cut(ty, dim, place).map(Some),
+            _ => Ok(None),
+        }
+    }
+}
+
+impl Site<'_> {
+    /// How the ids of a lookup are cut: `[batch, sequence]` or `[sequence, batch]` along the
+    /// sequence, and numbers of positions `[sequence]`, which are the same for all samples.
+    pub(crate) fn cut_ids(&self) -> Result<Option<Shard>> {
+        let ids = self.types[0];
+        let missing = 2_usize.checked_sub(ids.ndim());
+        let dim = self
+            .options
+            .sequence_dim()
+            .zip(missing)
+            .and_then(|(dim, missing)| dim.checked_sub(missing));
+        match dim {
+            Some(dim) if dim < ids.ndim() => self.options.cut(ids, dim, &self.node.scope).map(Some),
+            _ => Ok(None),
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! The collectives of a layer, against closed forms.
+
+use crate::support::{gpt2, llama, model, split_model};
+use merak_tp::{LayerTraffic, Options, Sequence, Traffic, default_lists, rewrite_with};
+use merak_trace::{Axis, Graph, Op, RecomputePlan, StageCuts, StageProgram, models::TraceOptions};
+
+/// Bytes of `[2, 8, 16]` in f32.
+const HIDDEN: usize = 2 * 8 * 16 * 4;
+
+fn traffic(graph: &Graph, plan: &RecomputePlan) -> Traffic {
+    let program = StageProgram::training(graph, &StageCuts::whole(graph), 0, plan);
+    Traffic::of([&program.expect("differentiable")], Axis::Tensor)
+}
+
+fn of_layers(traffic: &Traffic) -> impl Iterator<Item = &LayerTraffic> {
+    let rows = traffic.layers.iter();
+    rows.filter(|row| row.layer.contains(|c: char| c.is_ascii_digit()))
+}
+
+#[test]
+fn a_layer_has_four_all_reduces_of_hidden_states() {
+    for config in [gpt2(3, 0.1, true), llama(3, 4, 0.0)] {
+        for degree in [2, 4] {
+            let split = split_model(&config, &TraceOptions::training(2, 8), degree);
+            let traffic = traffic(&split.graph, &RecomputePlan::default());
+            for row in of_layers(&traffic) {
+                let counts = [row.forward, row.recomputed, row.backward];
+                assert_eq!((row.collective, counts), ("all_reduce", [2, 0, 2]));
+                assert_eq!(row.bytes, 4 * HIDDEN);
+            }
+            assert_eq!(traffic.total()[0].bytes, split.report.bytes());
+        }
+    }
+}
+
+#[test]
+fn recomputation_sums_again_what_the_backward_reads() {
+    let split = split_model(&gpt2(3, 0.0, true), &TraceOptions::training(2, 8), 2);
+    // One chunk for all layers.
+    let nodes = split.graph.nodes().iter();
+    let in_layers: Vec<_> = nodes.map(|node| node.scope.contains(".h.")).collect();
+    let first = in_layers.iter().position(|is| *is).expect("it has layers");
+    let end = in_layers.iter().rposition(|is| *is).expect("it has layers") + 1;
+    let plan = RecomputePlan {
+        chunks: vec![first..end],
+        ..RecomputePlan::default()
+    };
+    for row in of_layers(&traffic(&split.graph, &plan)) {
+        assert_eq!((row.forward, row.backward), (2, 2));
+        assert!(row.recomputed <= 2, "{row:?}");
+        assert_eq!(row.bytes, (4 + row.recomputed) * HIDDEN);
+    }
+}
+
+#[test]
+fn frozen_layers_need_nothing_for_their_gradients() {
+    let model = model(&gpt2(2, 0.0, true));
+    let mut whole = model
+        .trace(&TraceOptions::training(2, 8))
+        .expect("the sizes fit");
+    let names: Vec<_> = whole
+        .params()
+        .iter()
+        .map(|param| param.name.clone())
+        .collect();
+    for name in names
+        .iter()
+        .filter(|name| !name.contains("h.1.") && !name.contains("ln_f"))
+    {
+        let id = whole.find_param(name).expect("it has it");
+        whole.param_mut(id).trainable = false;
+    }
+    let lists = default_lists("gpt2").expect("it is known");
+    let split = rewrite_with(&whole, &lists, &Options::new(2)).expect("it can be split");
+    let traffic = traffic(&split.graph, &RecomputePlan::default());
+    let backward = |layer: &str| {
+        let mut rows = traffic
+            .layers
+            .iter()
+            .filter(|row| row.layer.ends_with(layer));
+        rows.next().expect("the layer communicates").backward
+    };
+    assert_eq!((backward("h.0"), backward("h.1")), (0, 2));
+}
+
+#[test]
+fn slices_of_the_sequence_move_as_many_bytes() {
+    let model = model(&gpt2(2, 0.1, true));
+    let whole = model
+        .trace(&TraceOptions::training(2, 8))
+        .expect("the sizes fit");
+    let lists = default_lists("gpt2").expect("it is known");
+    let cut = Options::new(2).with_sequence(Sequence::Cut { dim: 1 });
+    let split = rewrite_with(&whole, &lists, &cut).expect("it can be split");
+    let traffic = traffic(&split.graph, &RecomputePlan::default());
+    let rows: Vec<_> = of_layers(&traffic).collect();
+    assert_eq!(rows.len(), 4, "two kinds in two layers");
+    for row in rows {
+        let counts = [row.forward, row.recomputed, row.backward];
+        assert_eq!((counts, row.bytes), ([2, 0, 2], 4 * HIDDEN), "{row:?}");
+    }
+    // Joined inputs that are not kept are joined again.
+    let nodes = split.graph.nodes().iter().enumerate();
+    let joins = nodes.filter(|(_, node)| matches!(node.op, Op::AllGather { .. }));
+    let plan = RecomputePlan {
+        nodes: joins.map(|(index, _)| index).collect(),
+        ..RecomputePlan::default()
+    };
+    let again = self::traffic(&split.graph, &plan);
+    let joins = of_layers(&again).filter(|row| row.collective == "all_gather");
+    assert!(joins.map(|row| row.recomputed).eq([2, 2]));
+    let table = traffic.to_string();
+    assert!(
+        table.contains("in total") && table.lines().count() > 5,
+        "{table}"
+    );
+}
