@@ -24,8 +24,8 @@ const WINDOW: usize = 20;
 ///
 /// On a terminal a bar is redrawn at each step, and evaluating and saving have bars of their own
 /// below it while they last. Elsewhere a line is written at each step that is logged:
-/// `step 20/100  loss 3.2184  grad 1.25  lr 3.0e-4  125 ms  32.0 samples/s  1024 tokens/s`, with the
-/// loss scale and the skipped steps where there are any, and with the share of the peak and the
+/// `step 20/100  loss 3.2184  grad 1.25  lr 3.0e-4  125 ms  32.0 samples/s  1024 tokens/s`, with
+/// the loss scale and the skipped steps where there are any, and with the share of the peak and the
 /// time left where no bar shows them.
 pub struct Progress {
     total: usize,
