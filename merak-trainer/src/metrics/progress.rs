@@ -24,8 +24,8 @@ const WINDOW: usize = 20;
 ///
 /// On a terminal a bar is redrawn at each step, and evaluating and saving have bars of their own
 /// below it while they last. Elsewhere a line is written at each step that is logged:
-/// `step 20/100  loss 3.2184  grad 1.25  lr 3.0e-4  125 ms  32.0 samples/s  1024 tokens/s`, with the
-/// loss scale and the skipped steps where there are any, and with the share of the peak and the
+/// `step 20/100  loss 3.2184  grad 1.25  lr 3.0e-4  125 ms  32.0 samples/s  1024 tokens/s`, with
+/// the loss scale and the skipped steps where there are any, and with the share of the peak and the
 /// time left where no bar shows them.
 pub struct Progress {
     total: usize,
@@ -100,7 +100,12 @@ impl Progress {
         let left = self.times.left(self.total.saturating_sub(report.step));
         let left = Readable(left.unwrap_or_default());
         let tokens_per_s = Count(tokens_per_s);
-        let mut line = figures(report, self.total);
+        // The bar tells how many steps there are, and leaves the line short enough for 80 columns.
+        let total = match &self.output {
+            Output::Bars { .. } => String::new(),
+            Output::Lines(_) => format!("/{}", self.total),
+        };
+        let mut line = figures(report, &total);
         let _ = write!(
             line,
             "  {:.0} ms  {} samples/s  {tokens_per_s} tokens/s",
@@ -193,7 +198,7 @@ impl Progress {
 }
 
 /// What a step computed, as a line begins.
-fn figures(report: &StepReport, total: usize) -> String {
+fn figures(report: &StepReport, total: &str) -> String {
     let StepReport {
         step,
         loss,
@@ -201,7 +206,7 @@ fn figures(report: &StepReport, total: usize) -> String {
         lr,
         ..
     } = report;
-    let mut line = format!("step {step}/{total}  loss {loss:.4}  grad {grad_norm:.2}  lr {lr:.1e}");
+    let mut line = format!("step {step}{total}  loss {loss:.4}  grad {grad_norm:.2}  lr {lr:.1e}");
     if let Some(scale) = report.loss_scale {
         let _ = write!(line, "  scale {scale}");
     }

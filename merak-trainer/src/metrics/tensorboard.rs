@@ -1,6 +1,6 @@
 //! Event files, as TensorBoard reads them.
 //!
-//! A file is a list of records in the framing of TFRecord, each a message `Event` of
+//! A file is a list of records in the framing of `TFRecord`, each a message `Event` of
 //! `tensorflow/core/util/event.proto`. The few fields that scalars need are written here by hand.
 
 use std::{
@@ -176,7 +176,7 @@ fn record(bytes: &[u8]) -> Vec<u8> {
     record
 }
 
-/// The CRC-32C of some bytes as TFRecord stores it: turned and shifted, since a checksum of data
+/// The CRC-32C of some bytes as `TFRecord` stores it: turned and shifted, since a checksum of data
 /// that holds its own checksum says little.
 fn masked_checksum(bytes: &[u8]) -> u32 {
     let step = |sum: u32, byte: &u8| (sum >> 8) ^ TABLE[((sum ^ u32::from(*byte)) & 0xff) as usize];

@@ -39,7 +39,7 @@ pub(super) fn chart(title: &str, unit: &str, series: &[Series], from_zero: bool)
     let low = if from_zero { least.min(0.0) } else { least };
     let high = bound(f64::max, f64::NEG_INFINITY, |point| point.1);
     let across = Axis::new(first, last, [LEFT, WIDTH - RIGHT], 6.0);
-    let up = Axis::new(low, high, [HEIGHT - BOTTOM, TOP], 4.0).to_whole_ticks();
+    let up = Axis::new(low, high, [HEIGHT - BOTTOM, TOP], 4.0).between_ticks();
     let mut out = String::new();
     let _ = write!(out, "<figure><figcaption>{title} <small>{unit}</small>");
     if series.len() > 1 {
@@ -154,7 +154,7 @@ impl Axis {
     }
 
     /// The same from the tick below to the tick above.
-    fn to_whole_ticks(mut self) -> Self {
+    fn between_ticks(mut self) -> Self {
         self.low = (self.low / self.step).floor() * self.step;
         self.high = (self.high / self.step).ceil() * self.step;
         self
@@ -196,10 +196,10 @@ mod tests {
 
     #[test]
     fn ticks_are_round_numbers_around_the_points() {
-        let axis = Axis::new(2.38, 5.46, [0.0, 100.0], 4.0).to_whole_ticks();
+        let axis = Axis::new(2.38, 5.46, [0.0, 100.0], 4.0).between_ticks();
         let ticks: Vec<_> = axis.ticks().map(|tick| number(tick, axis.step)).collect();
         assert_eq!(ticks, ["2", "3", "4", "5", "6"]);
-        let axis = Axis::new(0.0, 31_000.0, [0.0, 100.0], 4.0).to_whole_ticks();
+        let axis = Axis::new(0.0, 31_000.0, [0.0, 100.0], 4.0).between_ticks();
         let ticks: Vec<_> = axis.ticks().map(|tick| number(tick, axis.step)).collect();
         assert_eq!(ticks, ["0", "10k", "20k", "30k", "40k"]);
         assert_eq!(Axis::new(0.02, 0.02, [0.0, 1.0], 4.0).place(0.02), 0.5);
