@@ -1,5 +1,5 @@
-//! The memory of a process does not grow, however long it trains, evaluates and generates; and kills
-//! change no bit.
+//! The memory of a process does not grow, however long it trains, evaluates and generates; and
+//! kills change no bit.
 
 mod kills;
 
