@@ -366,7 +366,10 @@ fn input_paths_are_relative_to_the_file_that_names_them() {
     let folder = file.path.parent().unwrap().to_path_buf();
     let config = Config::load(Some(&file.path), [], &[]).unwrap();
     let arguments = config.arguments();
-    assert_eq!(arguments.data.path.as_ref().unwrap().0, folder.join("text"));
+    assert_eq!(
+        arguments.data.path.as_ref().unwrap().first(),
+        folder.join("text")
+    );
     assert_eq!(
         arguments.data.tokenizer,
         TokenizerSource::File(folder.join("tokenizer.json"))
@@ -374,7 +377,10 @@ fn input_paths_are_relative_to_the_file_that_names_them() {
     assert_eq!(arguments.output_dir, Some("runs".into()));
     let line = load_line("--data.path text").unwrap();
     let expected = std::path::absolute("text").unwrap();
-    assert_eq!(line.arguments().data.path.as_ref().unwrap().0, expected);
+    assert_eq!(
+        line.arguments().data.path.as_ref().unwrap().first(),
+        expected
+    );
 }
 
 #[test]
