@@ -115,7 +115,7 @@ impl Rewriter<'_> {
     }
 
     fn scatter(&mut self, whole: ValueId, shard: &Shard, scope: &Arc<str>) -> Result<ValueId> {
-        let local = shard.parts.iter().sum::<usize>() / self.degree;
+        let local = shard.local_size(self.degree);
         Ok(self.add(
             scope,
             Op::Scatter {

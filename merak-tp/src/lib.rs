@@ -64,12 +64,13 @@ mod matching;
 mod report;
 mod rewriter;
 mod rules;
+mod vocab;
 
 pub use defaults::default_lists;
 pub use error::{Error, Result};
 pub use lists::{LayerLists, Mapping, SplitKind, set_tp_layer_lists, tp_layer_lists};
 pub use report::{CollectiveBytes, Gather, KeptWhole, Report, SplitModule};
-pub use rewriter::{Rewritten, cuts, rewrite};
+pub use rewriter::{Rewritten, SplitOptions, cuts, cuts_with, rewrite, rewrite_with};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -1,6 +1,6 @@
 //! Which linear layers of a model the lists split, and into which parts.
 
-use crate::{Error, LayerLists, Result, SplitKind, report::KeptWhole};
+use crate::{Error, LayerLists, Result, SplitKind, SplitOptions, report::KeptWhole, vocab};
 use merak_trace::{Beside, Graph, Node, NodeId, Op, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,6 +12,8 @@ pub(crate) struct Role {
     pub(crate) list: String,
     /// Sizes of the parts of the output features; several in a fused projection.
     pub(crate) parts: Vec<usize>,
+    /// Whether padding makes up for a degree that does not divide the features.
+    pub(crate) pads: bool,
 }
 
 /// The layers of a model that the lists match.
@@ -36,33 +38,37 @@ enum Test<'a> {
 }
 
 /// A linear layer of the model.
-struct Layer<'a> {
+pub(crate) struct Layer<'a> {
     id: NodeId,
-    node: &'a Node,
+    pub(crate) node: &'a Node,
     inputs: usize,
-    outputs: usize,
-    is_head: bool,
+    pub(crate) outputs: usize,
+    pub(crate) is_head: bool,
 }
 
-/// Matches the layers of `model` against `lists`.
+/// Matches the layers of `model` against the lists, and where a vocabulary is split, its tables and
+/// output layers.
 ///
 /// # Errors
-/// [`Error::BothKinds`] for a layer that two entries split differently, [`Error::NothingMatched`].
-pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Matches> {
-    let entries = entries(lists);
+/// [`Error::BothKinds`] for a layer that two entries split differently, [`Error::NothingMatched`];
+/// those of [`vocab::split`].
+pub(crate) fn find(model: &Graph, options: &SplitOptions, degree: usize) -> Result<Matches> {
+    let entries = entries(&options.lists);
     let users = model.users();
     let mut matches = Matches::default();
     let mut used = BTreeSet::new();
     let mut cut = BTreeMap::new();
-    for layer in layers(model, &users) {
+    let layers = layers(model, &users);
+    for layer in &layers {
         // A matrix is cut one way, however often it is used.
         let matrix = layer.node.inputs[1];
         let role = match cut.get(&matrix) {
             Some(role) => Some(Role::clone(role)),
-            None => match_layer(&layer, &entries, &mut used)?.map(|(kind, list)| Role {
+            None => match_layer(layer, &entries, &mut used)?.map(|(kind, list)| Role {
                 kind,
                 list,
-                parts: parts(model, &users, &layer),
+                parts: parts(model, &users, layer),
+                pads: false,
             }),
         };
         if let Some(role) = role {
@@ -83,6 +89,9 @@ pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<M
         .filter(|(index, _)| !used.contains(index));
     matches.unmatched = unused.map(|(_, entry)| entry.shown).collect();
     keep_shared_heads_whole(model, degree, &mut matches);
+    if let Some(vocab) = options.vocab {
+        vocab::split(model, &layers, vocab, degree, &mut matches)?;
+    }
     follow(model, &mut matches);
     Ok(matches)
 }

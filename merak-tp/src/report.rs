@@ -39,6 +39,8 @@ pub struct SplitModule {
     /// Parts of the output features that are split one by one: 3 in a fused query, key and value
     /// projection.
     pub parts: usize,
+    /// Features of padding on all ranks together, where the degree does not divide a vocabulary.
+    pub padding: usize,
 }
 
 /// A layer whose heads each rank needs whole.
@@ -93,7 +95,9 @@ impl Report {
         let needs_grad = needs_grad(graph, &[]);
         for node in graph.nodes() {
             let (collective, backward, value) = match &node.op {
-                Op::AllReduce { axis: Axis::Tensor } => ("all_reduce", false, node.outputs[0]),
+                Op::AllReduce {
+                    axis: Axis::Tensor, ..
+                } => ("all_reduce", false, node.outputs[0]),
                 Op::AllGather {
                     axis: Axis::Tensor, ..
                 } => ("all_gather", false, node.outputs[0]),
@@ -174,6 +178,9 @@ impl fmt::Display for SplitModule {
         )?;
         if self.parts > 1 {
             write!(f, " in {} parts", self.parts)?;
+        }
+        if self.padding > 0 {
+            write!(f, " and {} of padding", self.padding)?;
         }
         write!(f, "  ({})", self.matched_by)
     }

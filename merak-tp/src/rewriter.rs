@@ -7,11 +7,31 @@ use crate::{
     report::SplitModule,
     rules::{self, Need, Site},
 };
-use merak_trace::{Axis, Graph, Node, NodeId, Op, Placement, Shard, ValueId};
+use merak_trace::{Axis, Graph, Node, NodeId, Op, Placement, Shard, ValueId, op::Reduction};
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
 };
+
+/// What is split.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SplitOptions {
+    /// Linear layers.
+    pub lists: LayerLists,
+    /// Entries of a vocabulary that is split too: tables with as many rows in which ids of an input
+    /// are looked up, and output layers with as many features. Every rank has room for the same
+    /// number of entries; padding makes up where the degree does not divide them.
+    pub vocab: Option<usize>,
+}
+
+impl From<&LayerLists> for SplitOptions {
+    fn from(lists: &LayerLists) -> Self {
+        Self {
+            lists: lists.clone(),
+            vocab: None,
+        }
+    }
+}
 
 /// A model as each rank of the tensor axis runs it.
 #[derive(Debug, Clone)]
@@ -37,6 +57,18 @@ pub struct Rewritten {
 /// When the lists are incomplete, ask for what is not available, match nothing or one layer both
 /// ways; when features or heads are no multiple of `degree`; when the model was rewritten before.
 pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> {
+    rewrite_with(model, &lists.into(), degree)
+}
+
+/// [`rewrite`] with further options.
+///
+/// # Communication
+/// As of [`rewrite`]. Where the vocabulary is split, forward an all-reduce after each lookup, and
+/// two of some numbers per row in the loss, which takes the place of the gathered logits.
+///
+/// # Errors
+/// As of [`rewrite`].
+pub fn rewrite_with(model: &Graph, options: &SplitOptions, degree: usize) -> Result<Rewritten> {
     match degree {
         0 => return Err(Error::ZeroDegree),
         1 => {
@@ -45,13 +77,13 @@ pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewri
                 report: Report::new(1),
             });
         }
-        _ => lists.check(degree)?,
+        _ => options.lists.check(degree)?,
     }
     refuse_rewritten(model)?;
-    split(model, lists, degree).map_err(|mut error| {
+    split(model, options, degree).map_err(|mut error| {
         if let Some(legal) = error.legal_mut() {
             // What suits one layer may not suit the others.
-            let suits = |&degree: &usize| degree == 1 || split(model, lists, degree).is_ok();
+            let suits = |&degree: &usize| degree == 1 || split(model, options, degree).is_ok();
             *legal = legal
                 .iter()
                 .copied()
@@ -64,8 +96,8 @@ pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewri
 }
 
 /// The rewrite itself, for a degree above 1.
-fn split(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> {
-    let matches = matching::find(model, lists, degree)?;
+fn split(model: &Graph, options: &SplitOptions, degree: usize) -> Result<Rewritten> {
+    let matches = matching::find(model, options, degree)?;
     let mut report = Report::new(degree);
     report.kept_whole = matches.kept_whole;
     report.unmatched = matches.unmatched;
@@ -83,12 +115,20 @@ fn split(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> 
 /// # Errors
 /// As [`rewrite`], except that lists that are empty or match nothing cut nothing.
 pub fn cuts(model: &Graph, lists: &LayerLists) -> Result<BTreeMap<String, Shard>> {
-    if *lists == LayerLists::default() {
+    cuts_with(model, &lists.into())
+}
+
+/// [`cuts`] with further options.
+///
+/// # Errors
+/// As of [`cuts`].
+pub fn cuts_with(model: &Graph, options: &SplitOptions) -> Result<BTreeMap<String, Shard>> {
+    if options.lists == LayerLists::default() {
         return Ok(BTreeMap::new());
     }
-    lists.check(1)?;
+    options.lists.check(1)?;
     refuse_rewritten(model)?;
-    let matches = match matching::find(model, lists, 1) {
+    let matches = match matching::find(model, options, 1) {
         Err(Error::NothingMatched { .. }) => return Ok(BTreeMap::new()),
         matches => matches?,
     };
@@ -180,13 +220,24 @@ impl<'a> Rewriter<'a> {
         let node = model.node(id);
         let plan = rules::plan(&self.site(node, role))?;
         if let Some(role) = role {
-            self.report.modules.push(split_module(model, node, role));
+            self.report
+                .modules
+                .push(split_module(model, node, role, self.degree));
         }
         let mut inputs = Vec::with_capacity(node.inputs.len());
         for (&input, need) in node.inputs.iter().zip(&plan.needs) {
             inputs.push(self.convert(input, need, &node.scope, &node.name)?);
         }
         let last = if plan.adds_last { inputs.pop() } else { None };
+        if let Op::VocabLoss {
+            label_smoothing,
+            slice,
+        } = plan.op
+        {
+            let operands = [inputs[0], inputs[1]];
+            let sums = self.vocab_sums(&node.scope, operands, label_smoothing, slice)?;
+            inputs.extend(sums);
+        }
         let values = self.graph.add_counterpart(node, plan.op.clone(), inputs)?;
         for ((&result, value), placement) in node.outputs.iter().zip(values).zip(&plan.results) {
             self.check_local(node, result, value, placement)?;
@@ -237,7 +288,11 @@ impl<'a> Rewriter<'a> {
         once: Option<ValueId>,
         scope: &Arc<str>,
     ) -> Result<ValueId> {
-        let sum = self.add(scope, Op::AllReduce { axis: Axis::Tensor }, vec![value])?[0];
+        let reduced = Op::AllReduce {
+            axis: Axis::Tensor,
+            op: Reduction::Sum,
+        };
+        let sum = self.add(scope, reduced, vec![value])?[0];
         match once {
             Some(once) => Ok(self.add(scope, Op::Add, vec![sum, once])?[0]),
             None => Ok(sum),
@@ -294,14 +349,21 @@ impl<'a> Rewriter<'a> {
     }
 }
 
-fn split_module(model: &Graph, node: &Node, role: &Role) -> SplitModule {
+fn split_module(model: &Graph, node: &Node, role: &Role, degree: usize) -> SplitModule {
     let features = |value: ValueId| model.ty(value).last_dim();
     SplitModule {
         module: node.scope.to_string(),
         kind: role.kind,
         matched_by: role.list.clone(),
-        in_features: features(node.inputs[0]),
+        in_features: match node.op {
+            Op::Embedding { .. } => model.ty(node.inputs[1]).shape[0],
+            _ => features(node.inputs[0]),
+        },
         out_features: features(node.outputs[0]),
+        padding: match role.parts[..] {
+            [size] if role.pads => size.div_ceil(degree) * degree - size,
+            _ => 0,
+        },
         parts: if role.kind == SplitKind::Col {
             role.parts.len()
         } else {
@@ -319,7 +381,7 @@ fn refuse_rewritten(model: &Graph) -> Result<()> {
         .map(|param| param.name.clone());
     let node = model.nodes().iter().find(|node| match &node.op {
         Op::CopyTo { axis }
-        | Op::AllReduce { axis }
+        | Op::AllReduce { axis, .. }
         | Op::AllGather { axis, .. }
         | Op::Scatter { axis, .. } => *axis == Axis::Tensor,
         _ => false,

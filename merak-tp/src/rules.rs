@@ -9,6 +9,7 @@ mod elementwise;
 mod linear;
 mod norm;
 mod shape;
+mod vocab;
 
 use crate::{Result, matching::Role};
 use merak_trace::{Node, Op, Placement, Shard, TensorType};
@@ -72,6 +73,12 @@ impl Site<'_> {
         self.placements[operand].as_shard()
     }
 
+    /// Whether a cut leaves padding on the last ranks.
+    fn pads(&self, shard: &Shard) -> bool {
+        let mut parts = shard.parts.iter();
+        !parts.all(|part| part.is_multiple_of(self.degree))
+    }
+
     /// Every rank computes the same from whole operands.
     fn whole(&self) -> NodePlacement {
         let needs = vec![Need::Whole; self.types.len()];
@@ -112,11 +119,11 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         Op::Concat { dim } => shape::concat(site, *dim),
         Op::SumLeading { .. } => shape::sum_leading(site),
         Op::SumAll => shape::sum_all(site),
+        Op::Embedding { padding, .. } => vocab::embedding(site, *padding),
+        Op::CrossEntropy { label_smoothing } => vocab::cross_entropy(site, *label_smoothing),
         Op::Positions { .. }
         | Op::SeenPositions { .. }
         | Op::RelativeBuckets(_)
-        | Op::Embedding { .. }
-        | Op::CrossEntropy { .. }
         | Op::Zeros { .. }
         | Op::CopyTo { .. }
         | Op::AllReduce { .. }
@@ -135,6 +142,9 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         | Op::SiluMulGrad
         | Op::SoftmaxGrad
         | Op::CrossEntropyGrad { .. }
+        | Op::VocabMax { .. }
+        | Op::VocabSums { .. }
+        | Op::VocabLoss { .. }
         | Op::SumAllGrad => site.whole(),
     })
 }

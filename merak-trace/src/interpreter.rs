@@ -8,6 +8,7 @@ use crate::{
     Error, NodeId, Op, Result, SharedBackend, Source, StageProgram, TensorType, Value, ValueId,
     autodiff::Phase,
     backend::{Call, GradSink, RunContext},
+    op::Reduction,
     placement::Shard,
 };
 use merak_mpu::{Axis, Group, Mpu, ReduceOp};
@@ -419,13 +420,17 @@ impl Interpreter {
     fn execute(&self, call: Call<'_>, mut inputs: Vec<Value>) -> Result<Vec<Value>> {
         match call.op {
             Op::CopyTo { .. } | Op::Identity => Ok(inputs),
-            Op::AllReduce { axis } => {
+            Op::AllReduce { axis, op } => {
                 let value = inputs.swap_remove(0);
                 let Some(group) = self.groups.along(*axis) else {
                     return Ok(vec![value]);
                 };
                 let buffer = self.backend.into_buffer(value)?;
-                let reduced = group.all_reduce(buffer, ReduceOp::Sum);
+                let joined = match op {
+                    Reduction::Sum => ReduceOp::Sum,
+                    Reduction::Max => ReduceOp::Max,
+                };
+                let reduced = group.all_reduce(buffer, joined);
                 let reduced = reduced.map_err(|source| Error::Collective {
                     node: call.name.to_owned(),
                     source,
@@ -477,7 +482,7 @@ impl Interpreter {
             .backend
             .from_buffer(&local.with_shape(stacked), gathered)?;
         let slices = self.split(call, stacked, 0, &vec![1; degree])?;
-        let part_sizes: Vec<_> = shard.parts.iter().map(|part| part / degree).collect();
+        let part_sizes: Vec<_> = shard.local_parts(degree).collect();
         let mut by_rank = Vec::with_capacity(degree);
         for slice in slices {
             let reshape = Op::Reshape {
@@ -488,9 +493,22 @@ impl Interpreter {
                 .swap_remove(0);
             by_rank.push(self.split(call, slice, shard.dim, &part_sizes)?);
         }
-        let pieces = (0..part_sizes.len())
-            .flat_map(|part| by_rank.iter().map(move |parts| parts[part].clone()))
-            .collect();
+        let mut pieces = Vec::with_capacity(degree * part_sizes.len());
+        for (part, &size) in part_sizes.iter().enumerate() {
+            for (rank, parts) in by_rank.iter().enumerate() {
+                let own = shard.own_of_part(part, rank, degree).len();
+                let piece = parts[part].clone();
+                match own {
+                    0 => {}
+                    _ if own == size => pieces.push(piece),
+                    // Padding follows.
+                    _ => {
+                        let sizes = [own, size - own];
+                        pieces.push(self.split(call, piece, shard.dim, &sizes)?.swap_remove(0));
+                    }
+                }
+            }
+        }
         Ok(self
             .run_op(call, &Op::Concat { dim: shard.dim }, call.results, pieces)?
             .swap_remove(0))
@@ -505,13 +523,27 @@ impl Interpreter {
         rank: usize,
         degree: usize,
     ) -> Result<Value> {
-        let sizes: Vec<_> = shard
-            .parts
-            .iter()
-            .flat_map(|part| vec![part / degree; degree])
+        let parts = 0..shard.parts.len();
+        let of_part = |part| move |rank| shard.own_of_part(part, rank, degree).len();
+        let sizes: Vec<_> = parts
+            .flat_map(|part| (0..degree).map(of_part(part)))
             .collect();
+        let ty = value.ty().clone();
         let pieces = self.split(call, value, shard.dim, &sizes)?;
-        let own: Vec<_> = pieces.into_iter().skip(rank).step_by(degree).collect();
+        let mut own = Vec::with_capacity(2 * shard.parts.len());
+        let local = pieces.into_iter().skip(rank).step_by(degree);
+        for (piece, size) in local.zip(shard.local_parts(degree)) {
+            let padding = size - piece.ty().shape[shard.dim];
+            own.push(piece);
+            if padding > 0 {
+                let ty = ty.with_dim(shard.dim, padding);
+                let zeros = Op::Zeros {
+                    shape: ty.shape.clone(),
+                    dtype: ty.dtype,
+                };
+                own.extend(self.run_op(call, &zeros, std::slice::from_ref(&ty), vec![])?);
+            }
+        }
         Ok(self
             .run_op(call, &Op::Concat { dim: shard.dim }, call.results, own)?
             .swap_remove(0))

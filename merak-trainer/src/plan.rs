@@ -19,7 +19,7 @@ use merak_partition::{
     Counted, Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, Recompute,
     RecomputeOp, ScheduleChoice, Share, StageMethod, StepCosts,
 };
-use merak_tp::rewrite;
+use merak_tp::rewrite_with;
 use merak_trace::{
     Axis, Node, Op, Param, Shard, StageCuts, StageProgram,
     models::{Head, Objective, TraceOptions},
@@ -181,7 +181,7 @@ impl Plan {
         let traced = draft.model.trace(&options)?;
         let (family, lora) = (draft.info.family, draft.lora.clone());
         let (adapted, _) = with_adapter(traced, lora, family, draft.kept)?;
-        let graph = rewrite(&adapted, &draft.lists, draft.degrees.tp)?.graph;
+        let graph = rewrite_with(&adapted, &draft.split, draft.degrees.tp)?.graph;
         // The same nodes in the same order, except for the loss at the end.
         let last = self.cuts.num_stages() - 1;
         let mut bounds: Vec<_> = (0..=last)
@@ -213,7 +213,7 @@ impl Plan {
     /// How tensor parallelism cuts parameters, also with one tensor-parallel rank.
     pub(crate) fn param_cuts(&self) -> Result<BTreeMap<String, Shard>> {
         if self.draft.degrees.tp == 1 {
-            return Ok(merak_tp::cuts(&self.graph, &self.draft.lists)?);
+            return Ok(merak_tp::cuts_with(&self.graph, &self.draft.split)?);
         }
         let params = self.graph.params().iter();
         let cuts = params.filter_map(|param| {

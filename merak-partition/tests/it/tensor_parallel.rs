@@ -3,7 +3,7 @@
 use merak_partition::{SegmentOptions, SplitMethod, segment};
 use merak_trace::{
     Axis, DType, Graph, Init, Op, Param, ParamRole, Placement, TensorType, fx,
-    op::{Activation, WeightLayout},
+    op::{Activation, Reduction, WeightLayout},
 };
 
 const WIDTH: usize = 8;
@@ -47,7 +47,13 @@ fn chain(blocks: usize) -> Graph {
         value = apply(linear(), vec![value, row]);
         value = apply(Op::Scale { factor: 0.5 }, vec![value]);
         value = apply(Op::Identity, vec![value]);
-        value = apply(Op::AllReduce { axis }, vec![value]);
+        value = apply(
+            Op::AllReduce {
+                axis,
+                op: Reduction::Sum,
+            },
+            vec![value],
+        );
         value = apply(Op::Add, vec![value, bias]);
     }
     graph.add_output("y", value);
@@ -106,7 +112,13 @@ fn a_layer_that_begins_inside_an_open_sum_begins_behind_it() {
                 .linear(&x, WIDTH, WeightLayout::OutIn, false, Init::Normal(1.0))?;
         let sum = root.add(&first, &second)?;
         let sum = root
-            .apply(Op::AllReduce { axis: Axis::Tensor }, &[&sum])?
+            .apply(
+                Op::AllReduce {
+                    axis: Axis::Tensor,
+                    op: Reduction::Sum,
+                },
+                &[&sum],
+            )?
             .swap_remove(0);
         let y =
             root.sub("h.2")

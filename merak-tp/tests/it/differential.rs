@@ -157,7 +157,6 @@ fn lists_that_suit_the_model_badly() {
         [
             "transformer.h.0.ln_2.layer_norm",
             "transformer.ln_f.layer_norm",
-            "loss.cross_entropy"
         ]
     );
     assert_same(&whole, &split.graph, 2);

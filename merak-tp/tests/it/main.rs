@@ -7,3 +7,4 @@ mod models; // GPT-2 and Llama as each rank runs them
 mod propagation; // one small graph per rule
 mod run; // forward and backward on threads
 mod support; // rewriting in one line, graphs as short text
+mod vocab; // a split vocabulary against whole logits

@@ -130,6 +130,9 @@ settings! {
         min_loss_scale: usize [at_least 1] = 1,
         /// Whether tied weights become independent copies.
         no_tie_modules: bool = false,
+        /// Whether tensor-parallel ranks divide the vocabulary too: embedding tables, output layer
+        /// and loss. Without effect at `tp` 1.
+        parallel_vocab: bool = false,
         /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state, 2 gradients too, 3
         /// parameters too.
         zero_stage: ZeroStage = ZeroStage::OptimizerState,

@@ -42,7 +42,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("return_logits", FALSE),
     reserved("zero_allow_untested_optimizer", FALSE),
     reserved("split_inputs", FALSE),
-    reserved("parallel_vocab", FALSE),
     reserved("sequence_parallel", FALSE),
     reserved("sequence_dim", &["1"]),
     reserved("dealloc_pipeoutput", FALSE),

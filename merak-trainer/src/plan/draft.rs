@@ -8,7 +8,7 @@ use crate::{
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{SegmentOptions, Segments, segment};
-use merak_tp::{LayerLists, rewrite};
+use merak_tp::{LayerLists, SplitOptions, rewrite_with};
 use merak_trace::{
     Graph, Param,
     models::{Head, Model, ModelInfo, TraceOptions},
@@ -59,7 +59,7 @@ pub struct Draft {
     pub tensor: merak_tp::Report,
     /// The adapter that is trained in place of the model, if any.
     pub lora: Option<Lora>,
-    pub(super) lists: LayerLists,
+    pub(super) split: SplitOptions,
     /// The element type in which weights are kept, where nodes compute in another: under an adapter
     /// the frozen ones.
     pub(super) kept: Option<DType>,
@@ -101,11 +101,14 @@ impl Draft {
             target_seq: lengths.target,
             ..TraceOptions::training(args.per_device_train_batch_size, lengths.input)
         };
-        let lists = LayerLists::resolve(inputs.lists.as_ref(), info.family, args.tp)?;
+        let split = SplitOptions {
+            lists: LayerLists::resolve(inputs.lists.as_ref(), info.family, args.tp)?,
+            vocab: args.parallel_vocab.then_some(info.vocab_size),
+        };
         let traced = model.trace(&trace)?;
         let adapted = with_adapter(traced, inputs.lora.clone(), info.family, kept);
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
-        let rewritten = rewrite(&graph, &lists, args.tp)?;
+        let rewritten = rewrite_with(&graph, &split, args.tp)?;
         let options = SegmentOptions {
             method: args.split_method,
             target_segments: args.shard_count,
@@ -125,7 +128,7 @@ impl Draft {
             target_length: lengths.target,
             tensor: rewritten.report,
             lora,
-            lists,
+            split,
             kept,
             trace,
         };

@@ -221,6 +221,7 @@ loss_scale_window = 1000
 hysteresis = 2
 min_loss_scale = 1
 no_tie_modules = false
+parallel_vocab = false
 zero_stage = 1
 zero_allgather_bucket_size = 500000000
 zero_reduce_bucket_size = 500000000

@@ -15,6 +15,7 @@ mod resume; // L3, L5: resumed runs and equal bytes
 mod stages; // L1, L3: several stages per rank
 mod topology; // L2: the degrees change the order of summation only
 mod update; // N18: what a step may touch
+mod vocab; // N9: a cut vocabulary
 
 use crate::support::Case;
 
