@@ -98,6 +98,7 @@ impl Rewriter<'_> {
             return Ok(placed.value);
         };
         let local = self.not_param(placed.value, scope)?;
+        self.gathered.push(value);
         let bytes = self.model.ty(value).size_bytes();
         self.report.gathers.push(Gather {
             value: self.name_of(value),

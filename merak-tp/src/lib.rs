@@ -28,7 +28,8 @@
 //! ```
 //!
 //! - [`LayerLists`] say which linear layers are split; [`default_lists`] has them for known
-//!   families, and [`set_tp_layer_lists`] keeps a user's for trainers that are built later.
+//!   families, [`auto_lists`] chooses them for any graph, and [`set_tp_layer_lists`] keeps a user's
+//!   for trainers that are built later.
 //! - [`rewrite`] makes the [`Rewritten`] graph, with a [`Report`].
 //!
 //! # The algorithm
@@ -56,6 +57,7 @@
 //!   for it.
 //! - The result depends on the arguments alone, so all ranks compute the same graph.
 
+mod auto;
 mod convert;
 mod defaults;
 mod error;
@@ -64,8 +66,10 @@ mod matching;
 mod report;
 mod rewriter;
 mod rules;
+mod slices;
 mod vocab;
 
+pub use auto::{AutoLists, Choice, auto_lists};
 pub use defaults::default_lists;
 pub use error::{Error, Result};
 pub use lists::{LayerLists, Mapping, SplitKind, set_tp_layer_lists, tp_layer_lists};

@@ -1,6 +1,6 @@
 //! The report of a rewrite, for people.
 
-use crate::SplitKind;
+use crate::{Choice, SplitKind};
 use merak_trace::{Axis, Graph, Op, needs_grad};
 use serde::Serialize;
 use std::fmt;
@@ -17,8 +17,10 @@ pub struct Report {
     pub kept_whole: Vec<KeptWhole>,
     /// Split values that an operation needs whole.
     pub gathers: Vec<Gather>,
-    /// Entries of the lists that match no layer: worth a warning.
+    /// Entries of the lists that match nothing: worth a warning.
     pub unmatched: Vec<String>,
+    /// Why layers were chosen, where no lists said so.
+    pub choices: Vec<Choice>,
     /// What one microbatch communicates over the tensor axis, by collective and direction.
     pub traffic: Vec<CollectiveBytes>,
 }
@@ -161,7 +163,10 @@ impl fmt::Display for Report {
             writeln!(f, "  {traffic}")?;
         }
         for entry in &self.unmatched {
-            writeln!(f, "  warning: {entry} matches no linear layer")?;
+            writeln!(f, "  warning: {entry} matches nothing")?;
+        }
+        for choice in &self.choices {
+            writeln!(f, "  {choice}")?;
         }
         Ok(())
     }

@@ -102,6 +102,7 @@ fn split(model: &Graph, options: &SplitOptions, degree: usize) -> Result<Rewritt
     report.kept_whole = matches.kept_whole;
     report.unmatched = matches.unmatched;
     let mut rewriter = Rewriter::new(model, degree, report)?;
+    rewriter.slice(&matches.slices);
     for id in model.node_ids() {
         rewriter.place(id, matches.roles.get(&id))?;
     }
@@ -134,6 +135,7 @@ pub fn cuts_with(model: &Graph, options: &SplitOptions) -> Result<BTreeMap<Strin
     };
     // Degree 1 divides every size.
     let mut rewriter = Rewriter::new(model, 1, Report::new(1))?;
+    rewriter.slice(&matches.slices);
     for id in model.node_ids() {
         rewriter.place(id, matches.roles.get(&id))?;
     }
@@ -176,12 +178,14 @@ pub(crate) struct Rewriter<'a> {
     pub(crate) report: Report,
     /// The counterpart of each value of the model that is known so far.
     pub(crate) placed: BTreeMap<ValueId, Placed>,
+    /// Split values of the model that were made whole since someone looked.
+    pub(crate) gathered: Vec<ValueId>,
     /// Values of the model that are used.
     used: BTreeSet<ValueId>,
 }
 
 impl<'a> Rewriter<'a> {
-    fn new(model: &'a Graph, degree: usize, report: Report) -> Result<Self> {
+    pub(crate) fn new(model: &'a Graph, degree: usize, report: Report) -> Result<Self> {
         let mut used: BTreeSet<_> = model
             .nodes()
             .iter()
@@ -196,6 +200,7 @@ impl<'a> Rewriter<'a> {
             graph,
             report,
             placed: BTreeMap::new(),
+            gathered: Vec::new(),
             used,
         };
         rewriter.copy_sources()?;
@@ -215,7 +220,7 @@ impl<'a> Rewriter<'a> {
     }
 
     /// Adds the counterpart of a node, and the conversions before and after it.
-    fn place(&mut self, id: NodeId, role: Option<&Role>) -> Result<()> {
+    pub(crate) fn place(&mut self, id: NodeId, role: Option<&Role>) -> Result<()> {
         let model = self.model;
         let node = model.node(id);
         let plan = rules::plan(&self.site(node, role))?;

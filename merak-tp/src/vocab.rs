@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 /// The name of the option in reports and messages.
 const PARALLEL_VOCAB: &str = "parallel_vocab";
 
-/// Adds the roles of lookups in tables with a row for each of `vocab` entries, if ids of the model's
+/// Adds the roles of lookups in tables with a row for each of `vocab` entries, if ids of a model
 /// input are looked up there, and of output layers with as many features. Lists of the user that
 /// split such an output layer by input features win.
 ///

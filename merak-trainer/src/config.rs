@@ -18,6 +18,7 @@ mod key;
 mod keys;
 mod layer;
 mod lines;
+mod lists;
 mod nearest;
 mod origin;
 mod range;
@@ -38,6 +39,7 @@ use serde_json::Value;
 
 pub(crate) use self::checked::Host;
 pub(crate) use self::folders::RESOLVED;
+pub(crate) use self::keys::given_list;
 pub(crate) use self::nearest::nearest;
 use self::nearest::nearest_key;
 pub use self::{
@@ -53,6 +55,7 @@ pub use self::{
         ModelArguments, TpLayerListArguments, keys,
     },
     layer::{Given, VARIABLES},
+    lists::{SplitRatio, WeightSlice},
     origin::Origin,
     range::Range,
     schedule::TrainSchedule,

@@ -90,8 +90,8 @@ pub use config::{
     ComputeArguments, ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device,
     DistributedArguments, EngineChoice, Given, InputPath, Key, LrScales, MerakArguments,
     ModelArguments, Origin, PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength,
-    Temperature, ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule,
-    VARIABLES, key_help, key_page, keys,
+    SplitRatio, Temperature, ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod,
+    TrainSchedule, VARIABLES, WeightSlice, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{

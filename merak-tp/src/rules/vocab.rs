@@ -61,8 +61,8 @@ pub(super) fn cross_entropy(site: &Site<'_>, label_smoothing: f64) -> NodePlacem
 }
 
 impl Rewriter<'_> {
-    /// The largest logit of each row over all ranks, and the sums of all ranks, from the operands of
-    /// a loss.
+    /// The largest logit of each row over all ranks, and the sums of all ranks, from the operands
+    /// of a loss.
     ///
     /// # Communication
     /// Two all-reduces over the tensor axis, of 4 bytes a row, and of 8 bytes, or of 12 under label

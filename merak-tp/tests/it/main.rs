@@ -6,5 +6,6 @@ mod errors; // what is refused, and in which words
 mod models; // GPT-2 and Llama as each rank runs them
 mod propagation; // one small graph per rule
 mod run; // forward and backward on threads
+mod slices; // slices by name, convolutions, chosen layers
 mod support; // rewriting in one line, graphs as short text
 mod vocab; // a split vocabulary against whole logits

@@ -220,6 +220,14 @@ pub(crate) fn push_value(
 }
 
 fn push_section(entries: &mut Vec<Entry>, name: &str, value: Value, origin: &Origin) -> Result<()> {
+    if name == "tp_layer_lists" && value == "auto" {
+        entries.push(Entry {
+            name: format!("{name}.auto"),
+            raw: Raw::Typed(Value::Bool(true)),
+            origin: origin.clone(),
+        });
+        return Ok(());
+    }
     let Value::Object(table) = value else {
         return Err(Error::Config(ConfigError::WrongType {
             key: name.to_owned(),
@@ -246,7 +254,11 @@ fn table_of(section: &str) -> String {
     let mut names = keys().map(|key| key.name).filter(is_within);
     let first: Vec<_> = names.by_ref().take(NAMES).collect();
     let rest = names.next().map_or("", |_| ", ..");
-    format!("a table of \"{}\"{rest}", first.join("\", \""))
+    let table = format!("a table of \"{}\"{rest}", first.join("\", \""));
+    match section {
+        "tp_layer_lists" => format!("\"auto\" or {table}"),
+        _ => table,
+    }
 }
 
 /// The full name of a key: the tensor-parallel lists may stand outside their table.

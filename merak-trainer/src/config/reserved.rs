@@ -56,10 +56,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("divergence_guard", FALSE),
     reserved("ema_decay", NONE),
     reserved("shift_labels", FALSE),
-    reserved("tp_layer_lists.input_output_mapping", NONE),
-    reserved("tp_layer_lists.weight_change_list", NONE),
-    reserved("tp_layer_lists.tp_attr_list", NONE),
-    reserved("tp_layer_lists.conv_para_list", NONE),
 ];
 
 /// Hugging Face training arguments without effect here, and what to use instead where there is

@@ -1,14 +1,14 @@
 //! The part of a plan that does not depend on costs: the graph of a rank, in segments.
 
 use crate::{
-    config::{BackendChoice, CheckedArguments, InputPath},
+    config::{BackendChoice, CheckedArguments, InputPath, given_list},
     error::{Error, PlanError, Result},
     plan::{BASE_NAME, Lora},
 };
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{SegmentOptions, Segments, segment};
-use merak_tp::{LayerLists, SplitOptions, rewrite_with};
+use merak_tp::{Choice, LayerLists, SplitOptions, auto_lists, rewrite_with};
 use merak_trace::{
     Graph, Param,
     models::{Head, Model, ModelInfo, TraceOptions},
@@ -101,14 +101,16 @@ impl Draft {
             target_seq: lengths.target,
             ..TraceOptions::training(args.per_device_train_batch_size, lengths.input)
         };
+        let traced = model.trace(&trace)?;
+        let (lists, choices) = chosen(&traced, inputs, args, info.family)?;
         let split = SplitOptions {
-            lists: LayerLists::resolve(inputs.lists.as_ref(), info.family, args.tp)?,
+            lists,
             vocab: args.parallel_vocab.then_some(info.vocab_size),
         };
-        let traced = model.trace(&trace)?;
         let adapted = with_adapter(traced, inputs.lora.clone(), info.family, kept);
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
-        let rewritten = rewrite_with(&graph, &split, args.tp)?;
+        let mut rewritten = rewrite_with(&graph, &split, args.tp)?;
+        rewritten.report.choices = choices;
         let options = SegmentOptions {
             method: args.split_method,
             target_segments: args.shard_count,
@@ -229,12 +231,34 @@ fn keep(graph: &mut Graph, kept: Option<DType>, which: impl Fn(&Param) -> bool) 
     }
 }
 
+/// The layers that are split: those that are chosen for the model where `tp_layer_lists` is "auto",
+/// with the reasons, else those that were set, else those of its family.
+fn chosen(
+    model: &Graph,
+    inputs: &PlanInputs,
+    args: &CheckedArguments,
+    family: &str,
+) -> Result<(LayerLists, Vec<Choice>)> {
+    if args.tp_layer_lists.auto && args.tp > 1 {
+        let auto = auto_lists(model, args.tp)?;
+        return Ok((auto.lists, auto.choices));
+    }
+    let lists = LayerLists::resolve(inputs.lists.as_ref(), family, args.tp)?;
+    Ok((lists, Vec::new()))
+}
+
 /// The lists of `tp_layer_lists`, if one of them is set.
 fn given_lists(args: &CheckedArguments) -> Option<LayerLists> {
     let given = &args.tp_layer_lists;
-    let is_set = given.col_para_list.is_some() || given.row_para_list.is_some();
-    is_set.then(|| {
-        let list = |list: &Option<Vec<String>>| list.clone().unwrap_or_default();
-        LayerLists::col_row(list(&given.col_para_list), list(&given.row_para_list))
+    given_list(given)?;
+    let list = |list: &Option<Vec<String>>| list.clone().unwrap_or_default();
+    let mapping = given.input_output_mapping.iter().flatten();
+    let slices = given.weight_change_list.iter().flatten();
+    Some(LayerLists {
+        input_output_mapping: mapping.map(|ratio| ratio.0).collect(),
+        weight_change_list: slices.map(|slice| (slice.0.clone(), slice.1)).collect(),
+        tp_attr_list: list(&given.tp_attr_list),
+        conv_para_list: list(&given.conv_para_list),
+        ..LayerLists::col_row(list(&given.col_para_list), list(&given.row_para_list))
     })
 }

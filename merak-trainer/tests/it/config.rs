@@ -82,9 +82,15 @@ fn other_value(name: &str) -> Value {
             json!("/data/some")
         }
         "adapter_name" => json!("mine"),
-        "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
+        "custom_split_points"
+        | "tp_layer_lists.col_para_list"
+        | "tp_layer_lists.row_para_list"
+        | "tp_layer_lists.tp_attr_list"
+        | "tp_layer_lists.conv_para_list" => {
             json!(["c_attn", "c_fc"])
         }
+        "tp_layer_lists.input_output_mapping" => json!([[1, 3, "col"], [4, 1, "row"]]),
+        "tp_layer_lists.weight_change_list" => json!([["wpe", 1]]),
         "save" | "greater_is_better" => json!(true),
         "stop_strings" => json!(["end"]),
         "distributed.engine" => json!("threads"),
@@ -320,8 +326,13 @@ compute.units = "matrix"
 autopipe.micro_batches = null
 autopipe.comm_cost = null
 autopipe.memory_limit = null
+tp_layer_lists.auto = false
 tp_layer_lists.col_para_list = null
 tp_layer_lists.row_para_list = null
+tp_layer_lists.input_output_mapping = null
+tp_layer_lists.weight_change_list = null
+tp_layer_lists.tp_attr_list = null
+tp_layer_lists.conv_para_list = null
 "#);
 }
 
@@ -414,6 +425,7 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.toml", "tp = 1.5\n")), @r#""tp" expects an integer of at least 1, found 1.5 (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "learning_rate = inf\n")), @r#""learning_rate" expects a number of at least 0, found "inf" (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false or none, found "yes" (merak.json:1)"#);
+    assert_snapshot!(message(load_line("--tp_layer_lists=atuo")), @r#""tp_layer_lists" expects "auto" or a table of "tp_layer_lists.auto", "tp_layer_lists.col_para_list", .., found "atuo" (command line --tp_layer_lists)"#);
     assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table of "data.path", "data.format", .., found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 1, found "many" (environment MERAK_PP)"#);
     assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam, sgd, adafactor, lamb, lion or muon, found "adamw" (command line --optim); did you mean "adamw_torch"?"#);

@@ -201,7 +201,7 @@ fn of_classes(logits: &Tensor, classes: usize) -> Outcome {
     own.f_to_kind(stat_kind(logits.kind()))
 }
 
-/// Where numbers of the whole vocabulary lie in this rank's, 0 where they do not, and where that is.
+/// Where numbers of the whole vocabulary lie in this rank's, 0 where they do not, and which do not.
 fn columns(numbers: &Tensor, own: &Range<usize>) -> Outcome<(Tensor, Tensor)> {
     let below = numbers.f_lt(int(own.start))?;
     let elsewhere = below.f_logical_or(&numbers.f_ge(int(own.end))?)?;

@@ -3,6 +3,7 @@
 
 use merak_ckpt::{Checkpoint, ExportOptions, Kind, export_hf};
 use merak_trace::Op;
+use merak_trainer::Workload;
 use std::{collections::BTreeMap, fs};
 use tempfile::tempdir;
 
@@ -189,28 +190,38 @@ fn a_degree_of_one_changes_no_bit() {
 #[test]
 fn training_gathers_no_logits_and_a_rank_holds_its_share_of_them() {
     let case = gpt2(true).on((1, 2, 2)).with_model("vocab_size", 4001);
-    let peaks = |case: &Case| {
+    let held = |case: &Case| {
         let plan = case.plan();
-        let needs = plan.memory(&case.arguments(), &[]).expect("a legal plan");
         let gathers = plan.graph.nodes().iter();
         let gathers = gathers.filter(|node| matches!(node.op, Op::AllGather { .. }));
         assert_eq!(gathers.count(), 0);
         let measured = case.on_ranks(|trainer| {
             trainer.train_step()?;
-            Ok(trainer.memory())
+            Ok((trainer.memory(), trainer.peak_activation_bytes()))
         });
-        let last = needs.last().expect("a rank");
-        let held = measured.last().expect("a rank");
+        let needs = plan.memory(&case.arguments(), &[Workload::Training]);
+        let predicted = *needs.expect("a legal plan").last().expect("a rank");
+        let (held, activations) = *measured.last().expect("a rank");
         assert_eq!(
-            (last.weights, last.gradients, last.optimizer),
-            (held.weights, held.gradients, held.optimizer)
+            (held.weights, held.gradients, held.optimizer),
+            (predicted.weights, predicted.gradients, predicted.optimizer)
         );
-        last.weights
+        let off = activations.abs_diff(predicted.activations);
+        assert!(
+            20 * off <= predicted.activations,
+            "{activations} and {predicted:?}"
+        );
+        (held.weights, activations)
     };
     let (whole, cut) = (
-        peaks(&case),
-        peaks(&case.clone().with("parallel_vocab", true)),
+        held(&case),
+        held(&case.clone().with("parallel_vocab", true)),
     );
     // The table of 32 columns, of which a rank has 2001 rows, in f32.
-    assert_eq!(whole - cut, (4001 - 2001) * 32 * 4);
+    assert_eq!(whole.0 - cut.0, (4001 - 2001) * 32 * 4);
+    // The logits of 2 samples of 8 positions.
+    assert!(
+        whole.1 - cut.1 >= 2 * 8 * (4001 - 2001) * 4,
+        "{whole:?} and {cut:?}"
+    );
 }
