@@ -154,6 +154,7 @@ impl Rewriter<'_> {
         // cannot do with slices.
         if !(along_sequence && grad == JoinedGrad::Summand) {
             let bytes = self.model.ty(value).size_bytes();
+            self.gathered.push(value);
             self.report.gathers.push(Gather {
                 value: self.name_of(value),
                 needed_by: user.to_owned(),
@@ -227,7 +228,7 @@ impl Rewriter<'_> {
             Op::Scatter {
                 axis: Axis::Tensor,
                 shard: shard.clone(),
-                local: self.local_size(shard),
+                local: shard.local_size(self.degree),
             }
         };
         Ok(self.add(scope, op, vec![whole])?[0])

@@ -1,6 +1,6 @@
 //! The default lists of each model family.
 
-use crate::{LayerLists, Mapping};
+use crate::LayerLists;
 use merak_trace::models::{self, Family};
 
 /// The default lists of a model family, named as `model_type` in a Hugging Face `config.json`.
@@ -17,7 +17,11 @@ pub fn default_lists(family: &str) -> Option<LayerLists> {
     Some(LayerLists {
         col_para_list: strings(layers.columns),
         row_para_list: strings(layers.rows),
-        input_output_mapping: layers.ratios.iter().copied().map(Mapping::from).collect(),
+        weight_change_list: layers
+            .slices
+            .iter()
+            .map(|&(name, dim)| (name.to_owned(), dim))
+            .collect(),
         tp_attr_list: strings(layers.attributes),
         ..LayerLists::default()
     })
@@ -29,8 +33,7 @@ pub(crate) fn known() -> String {
 }
 
 fn has_lists(family: &Family) -> bool {
-    let layers = family.split_layers;
-    !layers.columns.is_empty() || !layers.ratios.is_empty()
+    !family.split_layers.columns.is_empty()
 }
 
 #[cfg(test)]

@@ -99,8 +99,8 @@ pub enum Error {
     },
     /// The lists do not say how to split a model.
     #[error(
-        "tp = {degree} needs col_para_list and row_para_list, or input_output_mapping; found {found}: set both in the table \
-         [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`"
+        "tp = {degree} needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found \
+         {found}: set them in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`"
     )]
     IncompleteLists {
         /// The tensor-parallel degree.
@@ -112,7 +112,8 @@ pub enum Error {
     #[error(
         "tp = {degree}: model type \"{family}\" has no default layer lists and none were set: name the linear layers that are \
          split by output features in `col_para_list` and those split by input features in `row_para_list`, in the table \
-         [tp_layer_lists] of the configuration or with `set_tp_layer_lists`; defaults exist for {known}"
+         [tp_layer_lists] of the configuration or with `set_tp_layer_lists`, or let tp_layer_lists = \"auto\" choose them; defaults \
+         exist for {known}"
     )]
     NoLists {
         /// The tensor-parallel degree.
@@ -122,11 +123,26 @@ pub enum Error {
         /// The model types of the table.
         known: String,
     },
-    /// A list of a kind that is not built yet.
-    #[error("{list} is not available; split linear layers with col_para_list and row_para_list")]
-    ListNotAvailable {
-        /// Name of the list.
-        list: &'static str,
+    /// A dimension that what an entry names does not have.
+    #[error("{module} has {dims}, so dimension {dim} cannot be split ({list})")]
+    NoDimension {
+        /// Path of the module, or name of the parameter.
+        module: String,
+        /// Its dimensions, as `dimensions 0 to 1`.
+        dims: String,
+        /// The dimension asked for.
+        dim: usize,
+        /// The list and its entry.
+        list: String,
+    },
+    /// No layer can be split without gathering what it makes.
+    #[error(
+        "tp = {degree} splits nothing: no two linear layers of the model follow each other so that the parts of one are all that \
+         the next needs; name layers in the table [tp_layer_lists] of the configuration"
+    )]
+    NothingToSplit {
+        /// The tensor-parallel degree.
+        degree: usize,
     },
     /// The degree is invalid.
     #[error("tp = 0 is no number of ranks, expected 1 or more")]
@@ -153,6 +169,14 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether a size or heads prevent the split.
+    pub(crate) fn is_misfit(&self) -> bool {
+        matches!(
+            self,
+            Self::Indivisible { .. } | Self::Heads { .. } | Self::KvHeads { .. }
+        )
+    }
+
     /// The degrees to choose from, if a size or heads prevent the split.
     pub(crate) fn legal_mut(&mut self) -> Option<&mut Vec<usize>> {
         match self {

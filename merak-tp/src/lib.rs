@@ -28,7 +28,8 @@
 //! ```
 //!
 //! - [`LayerLists`] say which linear layers are split; [`default_lists`] has them for known
-//!   families, and [`set_tp_layer_lists`] keeps a user's for trainers that are built later.
+//!   families, [`auto_lists`] chooses them for any graph, and [`set_tp_layer_lists`] keeps a user's
+//!   for trainers that are built later.
 //! - [`rewrite`] makes the [`Rewritten`] graph, with a [`Report`].
 //!
 //! # The algorithm
@@ -65,23 +66,28 @@
 //!   for it.
 //! - The result depends on the arguments alone, so all ranks compute the same graph.
 
+mod auto;
 mod convert;
 mod defaults;
 mod error;
 mod lists;
 mod matching;
+mod options;
 mod report;
 mod rewriter;
 mod rules;
 mod sequence;
+mod slices;
 mod traffic;
+mod vocab;
 
+pub use auto::{AutoLists, Choice, auto_lists};
 pub use defaults::default_lists;
 pub use error::{Error, Result};
 pub use lists::{LayerLists, Mapping, SplitKind, set_tp_layer_lists, tp_layer_lists};
+pub use options::{Options, Sequence};
 pub use report::{CollectiveBytes, Gather, KeptWhole, Report, SplitModule};
-pub use rewriter::{Rewritten, cuts, rewrite, rewrite_with};
-pub use sequence::{Options, Sequence};
+pub use rewriter::{Rewritten, cuts, cuts_with, rewrite, rewrite_with};
 pub use traffic::{LayerTraffic, Traffic};
 
 #[cfg(doctest)]

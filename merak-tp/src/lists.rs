@@ -5,10 +5,10 @@ pub use merak_trace::models::SplitKind;
 use serde::{Deserialize, Serialize};
 use std::sync::{Mutex, PoisonError};
 
-/// Which linear layers are split over the tensor axis, and how.
+/// Which layers are split over the tensor axis, and how.
 ///
-/// Names match when they occur anywhere in the qualified name of a linear layer, case-sensitively.
-/// An empty list counts as not set.
+/// Names match when they occur anywhere in the qualified name of a layer, case-sensitively. An
+/// empty list counts as not set.
 ///
 /// ```
 /// use merak_tp::LayerLists;
@@ -31,7 +31,8 @@ pub struct LayerLists {
     /// Layers by the ratio of their features; the first match wins.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub input_output_mapping: Vec<Mapping>,
-    /// Parameters to slice by name and dimension. Not available yet: setting it is an error.
+    /// Slices by name and dimension: of a linear layer's features, 0 its output and 1 its input
+    /// ones, or of the parameter `name` or `name.weight`, whatever uses it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub weight_change_list: Vec<(String, usize)>,
     /// Attributes with a size, such as a number of heads, of modules that a tracer keeps whole
@@ -39,7 +40,7 @@ pub struct LayerLists {
     /// graph follow from the placements, so the list changes nothing.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tp_attr_list: Vec<String>,
-    /// Convolutions whose input channels are split. Not available yet: setting it is an error.
+    /// Convolutions whose input channels are split; partial outputs are summed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub conv_para_list: Vec<String>,
 }
@@ -90,28 +91,22 @@ impl LayerLists {
         }
     }
 
-    /// Checks that the lists say how to split a model and ask for nothing unsupported.
+    /// Checks that the lists say how to split a model.
     pub(crate) fn check(&self, degree: usize) -> Result<()> {
-        if !self.weight_change_list.is_empty() {
-            return Err(Error::ListNotAvailable {
-                list: "weight_change_list",
-            });
-        }
-        if !self.conv_para_list.is_empty() {
-            return Err(Error::ListNotAvailable {
-                list: "conv_para_list",
-            });
-        }
         let (col, row) = (
             !self.col_para_list.is_empty(),
             !self.row_para_list.is_empty(),
         );
-        if (col && row) || !self.input_output_mapping.is_empty() {
+        let others = !self.input_output_mapping.is_empty()
+            || !self.weight_change_list.is_empty()
+            || !self.conv_para_list.is_empty();
+        if (col && row) || others {
             return Ok(());
         }
         let found = match (col, row) {
             (true, _) => "col_para_list alone",
             (_, true) => "row_para_list alone",
+            _ if !self.tp_attr_list.is_empty() => "tp_attr_list alone",
             _ => "none of them",
         };
         Err(Error::IncompleteLists {

@@ -1,7 +1,7 @@
 //! Which linear layers of a model the lists split, and into which parts.
 
-use crate::{Error, LayerLists, Result, SplitKind, report::KeptWhole};
-use merak_trace::{Beside, Graph, Node, NodeId, Op, ValueId};
+use crate::{Error, LayerLists, Options, Result, SplitKind, report::KeptWhole, slices, vocab};
+use merak_trace::{Beside, Graph, Node, NodeId, Op, ParamId, Shard, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// How one linear layer is split.
@@ -12,6 +12,8 @@ pub(crate) struct Role {
     pub(crate) list: String,
     /// Sizes of the parts of the output features; several in a fused projection.
     pub(crate) parts: Vec<usize>,
+    /// Whether padding makes up for a degree that does not divide the features.
+    pub(crate) pads: bool,
 }
 
 /// The layers of a model that the lists match.
@@ -19,8 +21,10 @@ pub(crate) struct Role {
 pub(crate) struct Matches {
     pub(crate) roles: BTreeMap<NodeId, Role>,
     pub(crate) kept_whole: Vec<KeptWhole>,
-    /// Entries that match no layer.
+    /// Entries that match nothing.
     pub(crate) unmatched: Vec<String>,
+    /// Parameters of which each rank keeps a slice, whatever uses them.
+    pub(crate) slices: BTreeMap<ParamId, Shard>,
 }
 
 /// One entry of a list.
@@ -32,37 +36,49 @@ struct Entry<'a> {
 
 enum Test<'a> {
     Name(&'a str),
-    Ratio { input: usize, output: usize },
+    /// A convolution by its name.
+    Convolution(&'a str),
+    Ratio {
+        input: usize,
+        output: usize,
+    },
 }
 
 /// A linear layer of the model.
-struct Layer<'a> {
-    id: NodeId,
-    node: &'a Node,
-    inputs: usize,
-    outputs: usize,
-    is_head: bool,
+pub(crate) struct Layer<'a> {
+    pub(crate) id: NodeId,
+    pub(crate) node: &'a Node,
+    pub(crate) inputs: usize,
+    pub(crate) outputs: usize,
+    pub(crate) is_head: bool,
+    /// The kernel, of a convolution of patches that do not overlap.
+    pub(crate) kernel: Option<ParamId>,
 }
 
-/// Matches the layers of `model` against `lists`.
+/// Matches the layers of `model` against the lists, and where a vocabulary is split, its tables and
+/// output layers.
 ///
 /// # Errors
-/// [`Error::BothKinds`] for a layer that two entries split differently, [`Error::NothingMatched`].
-pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Matches> {
-    let entries = entries(lists);
+/// [`Error::BothKinds`] for a layer that two entries split differently, [`Error::NothingMatched`];
+/// those of [`vocab::split`].
+pub(crate) fn find(model: &Graph, options: &Options) -> Result<Matches> {
+    let degree = options.degree;
+    let entries = entries(&options.lists);
     let users = model.users();
     let mut matches = Matches::default();
     let mut used = BTreeSet::new();
     let mut cut = BTreeMap::new();
-    for layer in layers(model, &users) {
+    let layers = layers(model, &users);
+    for layer in &layers {
         // A matrix is cut one way, however often it is used.
         let matrix = layer.node.inputs[1];
         let role = match cut.get(&matrix) {
             Some(role) => Some(Role::clone(role)),
-            None => match_layer(&layer, &entries, &mut used)?.map(|(kind, list)| Role {
+            None => match_layer(layer, &entries, &mut used)?.map(|(kind, list)| Role {
                 kind,
                 list,
-                parts: parts(model, &users, &layer),
+                parts: parts(model, &users, layer),
+                pads: false,
             }),
         };
         if let Some(role) = role {
@@ -70,7 +86,8 @@ pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<M
             matches.roles.insert(layer.id, role);
         }
     }
-    if matches.roles.is_empty() {
+    slices::find(model, &options.lists, degree, &layers, &mut matches)?;
+    if matches.roles.is_empty() && matches.slices.is_empty() {
         let patterns: Vec<_> = entries.into_iter().map(|entry| entry.shown).collect();
         return Err(Error::NothingMatched {
             degree,
@@ -81,8 +98,13 @@ pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<M
         .into_iter()
         .enumerate()
         .filter(|(index, _)| !used.contains(index));
-    matches.unmatched = unused.map(|(_, entry)| entry.shown).collect();
+    matches
+        .unmatched
+        .extend(unused.map(|(_, entry)| entry.shown));
     keep_shared_heads_whole(model, degree, &mut matches);
+    if let Some(vocab) = options.vocab {
+        vocab::split(model, &layers, vocab, degree, &mut matches)?;
+    }
     follow(model, &mut matches);
     Ok(matches)
 }
@@ -91,6 +113,11 @@ pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<M
 fn entries(lists: &LayerLists) -> Vec<Entry<'_>> {
     let mut entries = named(SplitKind::Col, "col_para_list", &lists.col_para_list);
     entries.extend(named(SplitKind::Row, "row_para_list", &lists.row_para_list));
+    entries.extend(lists.conv_para_list.iter().map(|name| Entry {
+        kind: SplitKind::Row,
+        shown: format!("conv_para_list {name:?}"),
+        test: Test::Convolution(name),
+    }));
     let ratios = (1..).zip(&lists.input_output_mapping);
     entries.extend(ratios.map(|(number, mapping)| Entry {
         kind: mapping.kind,
@@ -118,7 +145,7 @@ fn named<'a>(kind: SplitKind, list: &str, names: &'a [String]) -> Vec<Entry<'a>>
 }
 
 /// All linear layers, in order.
-fn layers<'a>(model: &'a Graph, users: &[Vec<NodeId>]) -> Vec<Layer<'a>> {
+pub(crate) fn layers<'a>(model: &'a Graph, users: &[Vec<NodeId>]) -> Vec<Layer<'a>> {
     let mut layers = Vec::new();
     for id in model.node_ids() {
         let node = model.node(id);
@@ -133,6 +160,7 @@ fn layers<'a>(model: &'a Graph, users: &[Vec<NodeId>]) -> Vec<Layer<'a>> {
                 inputs,
                 outputs,
                 is_head: is_head(model, users, node),
+                kernel: slices::kernel(model, node),
             });
         }
     }
@@ -180,6 +208,7 @@ impl Test<'_> {
     fn accepts(&self, layer: &Layer<'_>) -> bool {
         match *self {
             Self::Name(name) => layer.node.scope.contains(name),
+            Self::Convolution(name) => layer.kernel.is_some() && layer.node.scope.contains(name),
             Self::Ratio { input, output } => {
                 !layer.is_head && layer.inputs * output == layer.outputs * input
             }
@@ -252,7 +281,7 @@ fn follow(model: &Graph, matches: &mut Matches) {
 
 /// The parts of a layer's output features: the pieces that its only user cuts them into, if it
 /// does.
-fn parts(model: &Graph, users: &[Vec<NodeId>], layer: &Layer<'_>) -> Vec<usize> {
+pub(crate) fn parts(model: &Graph, users: &[Vec<NodeId>], layer: &Layer<'_>) -> Vec<usize> {
     let output = adapted(model, users, layer.node);
     if let [user] = users[output.index()][..]
         && let Op::Split { dim, sizes } = &model.node(user).op
@@ -263,9 +292,9 @@ fn parts(model: &Graph, users: &[Vec<NodeId>], layer: &Layer<'_>) -> Vec<usize> 
     vec![layer.outputs]
 }
 
-/// Removes the column layers that make key or value heads if these are fewer than ranks: each rank
-/// computes all of them, and attention then picks the one that its query heads share.
-fn keep_shared_heads_whole(model: &Graph, degree: usize, matches: &mut Matches) {
+/// The layers that make key or value heads of which there are fewer than ranks, and how many.
+pub(crate) fn shared_heads(model: &Graph, degree: usize) -> Vec<(NodeId, usize)> {
+    let mut layers = Vec::new();
     for node in model.nodes() {
         let Op::Attention(spec) = &node.op else {
             continue;
@@ -273,23 +302,29 @@ fn keep_shared_heads_whole(model: &Graph, degree: usize, matches: &mut Matches) 
         if spec.kv_heads >= degree || !degree.is_multiple_of(spec.kv_heads) {
             continue;
         }
-        for operand in [node.inputs[1], node.inputs[2]] {
-            let Some(layer) = made_by(model, operand) else {
-                continue;
-            };
-            if matches
-                .roles
-                .get(&layer)
-                .is_some_and(|role| role.kind == SplitKind::Col && role.parts.len() == 1)
-            {
-                // An adapter may use the matrix a second time.
-                let matrix = |id: NodeId| model.weight_of(model.node(id));
-                matches.roles.retain(|id, _| matrix(*id) != matrix(layer));
-                matches.kept_whole.push(KeptWhole {
-                    module: model.node(layer).scope.to_string(),
-                    kv_heads: spec.kv_heads,
-                });
-            }
+        let made = [node.inputs[1], node.inputs[2]].map(|operand| made_by(model, operand));
+        layers.extend(
+            made.into_iter()
+                .flatten()
+                .map(|layer| (layer, spec.kv_heads)),
+        );
+    }
+    layers
+}
+
+/// Removes the column layers that make key or value heads if these are fewer than ranks: each rank
+/// computes all of them, and attention then picks the one that its query heads share.
+fn keep_shared_heads_whole(model: &Graph, degree: usize, matches: &mut Matches) {
+    for (layer, kv_heads) in shared_heads(model, degree) {
+        let role = matches.roles.get(&layer);
+        if role.is_some_and(|role| role.kind == SplitKind::Col && role.parts.len() == 1) {
+            // An adapter may use the matrix a second time.
+            let matrix = |id: NodeId| model.weight_of(model.node(id));
+            matches.roles.retain(|id, _| matrix(*id) != matrix(layer));
+            matches.kept_whole.push(KeptWhole {
+                module: model.node(layer).scope.to_string(),
+                kv_heads,
+            });
         }
     }
 }

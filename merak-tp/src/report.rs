@@ -1,6 +1,6 @@
 //! The report of a rewrite, for people.
 
-use crate::SplitKind;
+use crate::{Choice, SplitKind};
 use merak_trace::{Axis, Graph, Op, ValueId, needs_grad, op::JoinedGrad};
 use serde::Serialize;
 use std::fmt;
@@ -17,8 +17,10 @@ pub struct Report {
     pub kept_whole: Vec<KeptWhole>,
     /// Split values that an operation needs whole.
     pub gathers: Vec<Gather>,
-    /// Entries of the lists that match no layer: worth a warning.
+    /// Entries of the lists that match nothing: worth a warning.
     pub unmatched: Vec<String>,
+    /// Why layers were chosen, where no lists said so.
+    pub choices: Vec<Choice>,
     /// What one microbatch communicates over the tensor axis, by collective and direction.
     pub traffic: Vec<CollectiveBytes>,
 }
@@ -39,6 +41,8 @@ pub struct SplitModule {
     /// Parts of the output features that are split one by one: 3 in a fused query, key and value
     /// projection.
     pub parts: usize,
+    /// Features of padding on all ranks together, where the degree does not divide a vocabulary.
+    pub padding: usize,
 }
 
 /// A layer whose heads each rank needs whole.
@@ -188,7 +192,10 @@ impl fmt::Display for Report {
             writeln!(f, "  {traffic}")?;
         }
         for entry in &self.unmatched {
-            writeln!(f, "  warning: {entry} matches no linear layer")?;
+            writeln!(f, "  warning: {entry} matches nothing")?;
+        }
+        for choice in &self.choices {
+            writeln!(f, "  {choice}")?;
         }
         Ok(())
     }
@@ -205,6 +212,9 @@ impl fmt::Display for SplitModule {
         )?;
         if self.parts > 1 {
             write!(f, " in {} parts", self.parts)?;
+        }
+        if self.padding > 0 {
+            write!(f, " and {} of padding", self.padding)?;
         }
         write!(f, "  ({})", self.matched_by)
     }

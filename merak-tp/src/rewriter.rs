@@ -7,7 +7,9 @@ use crate::{
     report::SplitModule,
     rules::{self, Need, NodePlacement, Site},
 };
-use merak_trace::{Axis, Graph, Node, NodeId, Op, ParamId, Placement, Shard, ValueId};
+use merak_trace::{
+    Axis, Graph, Node, NodeId, Op, ParamId, Placement, Shard, ValueId, op::Reduction,
+};
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -37,22 +39,25 @@ pub struct Rewritten {
 /// When the lists are incomplete, ask for what is not available, match nothing or one layer both
 /// ways; when features or heads are no multiple of `degree`; when the model was rewritten before.
 pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> {
-    rewrite_with(model, lists, &Options::new(degree))
+    rewrite_with(model, &Options::new(degree).with_lists(lists.clone()))
 }
 
-/// The same with further [`Options`].
+/// [`rewrite`] with further [`Options`].
 ///
 /// # Communication
+/// As of [`rewrite`]. Where the vocabulary is split, forward an all-reduce after each lookup, and
+/// two of some numbers per row in the loss, which takes the place of the gathered logits.
+///
 /// With [`Sequence::Cut`](crate::Sequence::Cut) instead, per microbatch and split region, forward
 /// an all-gather and a reduce-scatter, and backward as many, each of the bytes of one whole
 /// activation. The caller sums the gradients of parameters that are
-/// [`summed`](merak_trace::Param::summed) over the ranks, once per step.
+/// [`summed`](merak_trace::Param::summed) over the ranks, once per step. The sum of a lookup in a
+/// split vocabulary is then a reduce-scatter, and an all-gather precedes its output layer.
 ///
 /// # Errors
 /// As [`rewrite`], and when a sequence that is to be cut is no multiple of the degree.
-pub fn rewrite_with(model: &Graph, lists: &LayerLists, options: &Options) -> Result<Rewritten> {
-    let degree = options.degree;
-    match degree {
+pub fn rewrite_with(model: &Graph, options: &Options) -> Result<Rewritten> {
+    match options.degree {
         0 => return Err(Error::ZeroDegree),
         1 => {
             return Ok(Rewritten {
@@ -60,15 +65,14 @@ pub fn rewrite_with(model: &Graph, lists: &LayerLists, options: &Options) -> Res
                 report: Report::new(1),
             });
         }
-        _ => lists.check(degree)?,
+        degree => options.lists.check(degree)?,
     }
     refuse_rewritten(model)?;
-    split(model, lists, options).map_err(|mut error| {
+    split(model, options).map_err(|mut error| {
         if let Some(legal) = error.legal_mut() {
             // What suits one layer may not suit the others.
             let suits = |&degree: &usize| {
-                let options = Options { degree, ..*options };
-                degree == 1 || split(model, lists, &options).is_ok()
+                degree == 1 || split(model, &options.clone().with_degree(degree)).is_ok()
             };
             *legal = legal
                 .iter()
@@ -82,15 +86,16 @@ pub fn rewrite_with(model: &Graph, lists: &LayerLists, options: &Options) -> Res
 }
 
 /// The rewrite itself, for a degree above 1.
-fn split(model: &Graph, lists: &LayerLists, options: &Options) -> Result<Rewritten> {
-    let matches = matching::find(model, lists, options.degree)?;
+fn split(model: &Graph, options: &Options) -> Result<Rewritten> {
+    let matches = matching::find(model, options)?;
     let mut report = Report::new(options.degree);
     report.kept_whole = matches.kept_whole;
     report.unmatched = matches.unmatched;
     let mut copied = BTreeSet::new();
     loop {
-        let mut rewriter = Rewriter::new(model, *options, report.clone())?;
+        let mut rewriter = Rewriter::new(model, options, report.clone())?;
         rewriter.copied.clone_from(&copied);
+        rewriter.slice(&matches.slices);
         for id in model.node_ids() {
             rewriter.place(id, matches.roles.get(&id))?;
         }
@@ -110,17 +115,29 @@ fn split(model: &Graph, lists: &LayerLists, options: &Options) -> Result<Rewritt
 /// # Errors
 /// As [`rewrite`], except that lists that are empty or match nothing cut nothing.
 pub fn cuts(model: &Graph, lists: &LayerLists) -> Result<BTreeMap<String, Shard>> {
-    if *lists == LayerLists::default() {
+    cuts_with(model, &Options::new(1).with_lists(lists.clone()))
+}
+
+/// [`cuts`] with further [`Options`], whose degree and sequence do not matter.
+///
+/// # Errors
+/// As of [`cuts`].
+pub fn cuts_with(model: &Graph, options: &Options) -> Result<BTreeMap<String, Shard>> {
+    if options.lists == LayerLists::default() {
         return Ok(BTreeMap::new());
     }
-    lists.check(1)?;
+    options.lists.check(1)?;
     refuse_rewritten(model)?;
-    let matches = match matching::find(model, lists, 1) {
+    let options = Options::new(1)
+        .with_lists(options.lists.clone())
+        .with_vocab(options.vocab);
+    let matches = match matching::find(model, &options) {
         Err(Error::NothingMatched { .. }) => return Ok(BTreeMap::new()),
         matches => matches?,
     };
     // Degree 1 divides every size.
-    let mut rewriter = Rewriter::new(model, Options::new(1), Report::new(1))?;
+    let mut rewriter = Rewriter::new(model, &options, Report::new(1))?;
+    rewriter.slice(&matches.slices);
     for id in model.node_ids() {
         rewriter.place(id, matches.roles.get(&id))?;
     }
@@ -163,11 +180,13 @@ impl Placed {
 pub(crate) struct Rewriter<'a> {
     pub(crate) model: &'a Graph,
     pub(crate) degree: usize,
-    pub(crate) options: Options,
+    pub(crate) options: &'a Options,
     pub(crate) graph: Graph,
     pub(crate) report: Report,
     /// The counterpart of each value of the model that is known so far.
     pub(crate) placed: BTreeMap<ValueId, Placed>,
+    /// Split values of the model that were made whole since someone looked.
+    pub(crate) gathered: Vec<ValueId>,
     /// Values of the model that are used.
     used: BTreeSet<ValueId>,
     /// Parameters, as values of the model, with a use by different work on each rank, whose
@@ -180,7 +199,7 @@ pub(crate) struct Rewriter<'a> {
 }
 
 impl<'a> Rewriter<'a> {
-    fn new(model: &'a Graph, options: Options, report: Report) -> Result<Self> {
+    pub(crate) fn new(model: &'a Graph, options: &'a Options, report: Report) -> Result<Self> {
         let mut used: BTreeSet<_> = model
             .nodes()
             .iter()
@@ -196,6 +215,7 @@ impl<'a> Rewriter<'a> {
             graph,
             report,
             placed: BTreeMap::new(),
+            gathered: Vec::new(),
             used,
             summed: BTreeSet::new(),
             unsummed: BTreeSet::new(),
@@ -218,12 +238,14 @@ impl<'a> Rewriter<'a> {
     }
 
     /// Adds the counterpart of a node, and the conversions before and after it.
-    fn place(&mut self, id: NodeId, role: Option<&Role>) -> Result<()> {
+    pub(crate) fn place(&mut self, id: NodeId, role: Option<&Role>) -> Result<()> {
         let model = self.model;
         let node = model.node(id);
         let mut plan = rules::plan(&self.site(node, role))?;
         if let Some(role) = role {
-            self.report.modules.push(split_module(model, node, role));
+            self.report
+                .modules
+                .push(split_module(model, node, role, self.degree));
         }
         let along_sequence = plan.cuts_sequence || self.keeps_sequence(node, &plan);
         let has_all = along_sequence && self.options.is_whole();
@@ -241,6 +263,15 @@ impl<'a> Rewriter<'a> {
             inputs.push(value);
         }
         let last = if plan.adds_last { inputs.pop() } else { None };
+        if let Op::VocabLoss {
+            label_smoothing,
+            slice,
+        } = plan.op
+        {
+            let operands = [inputs[0], inputs[1]];
+            let sums = self.vocab_sums(&node.scope, operands, label_smoothing, slice)?;
+            inputs.extend(sums);
+        }
         let values = self.graph.add_counterpart(node, plan.op.clone(), inputs)?;
         let results = node.outputs.iter().zip(values).zip(plan.results).zip(sums);
         for (((&result, value), placement), sum) in results {
@@ -334,7 +365,10 @@ impl<'a> Rewriter<'a> {
         let op = if has_all {
             Op::Identity
         } else {
-            Op::AllReduce { axis: Axis::Tensor }
+            Op::AllReduce {
+                axis: Axis::Tensor,
+                op: Reduction::Sum,
+            }
         };
         let sum = self.add(scope, op, vec![value])?[0];
         self.add_once(sum, once, scope)
@@ -355,7 +389,7 @@ impl<'a> Rewriter<'a> {
         let op = Op::ReduceScatter {
             axis: Axis::Tensor,
             shard: shard.clone(),
-            local: self.local_size(shard),
+            local: shard.local_size(self.degree),
         };
         let sum = self.add(scope, op, vec![value])?[0];
         self.add_once(sum, once, scope)
@@ -371,11 +405,6 @@ impl<'a> Rewriter<'a> {
             Some(once) => Ok(self.add(scope, Op::Add, vec![sum, once])?[0]),
             None => Ok(sum),
         }
-    }
-
-    /// The size of a rank's slice.
-    pub(crate) fn local_size(&self, shard: &Shard) -> usize {
-        shard.parts.iter().sum::<usize>() / self.degree
     }
 
     /// Adds a node that the model does not have.
@@ -437,14 +466,21 @@ impl<'a> Rewriter<'a> {
     }
 }
 
-fn split_module(model: &Graph, node: &Node, role: &Role) -> SplitModule {
+fn split_module(model: &Graph, node: &Node, role: &Role, degree: usize) -> SplitModule {
     let features = |value: ValueId| model.ty(value).last_dim();
     SplitModule {
         module: node.scope.to_string(),
         kind: role.kind,
         matched_by: role.list.clone(),
-        in_features: features(node.inputs[0]),
+        in_features: match node.op {
+            Op::Embedding { .. } => model.ty(node.inputs[1]).shape[0],
+            _ => features(node.inputs[0]),
+        },
         out_features: features(node.outputs[0]),
+        padding: match role.parts[..] {
+            [size] if role.pads => size.div_ceil(degree) * degree - size,
+            _ => 0,
+        },
         parts: if role.kind == SplitKind::Col {
             role.parts.len()
         } else {
@@ -462,7 +498,7 @@ fn refuse_rewritten(model: &Graph) -> Result<()> {
         .map(|param| param.name.clone());
     let node = model.nodes().iter().find(|node| match &node.op {
         Op::CopyTo { axis }
-        | Op::AllReduce { axis }
+        | Op::AllReduce { axis, .. }
         | Op::AllGather { axis, .. }
         | Op::Scatter { axis, .. }
         | Op::ReduceScatter { axis, .. }

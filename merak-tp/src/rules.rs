@@ -10,6 +10,7 @@ mod linear;
 mod norm;
 mod sequence;
 mod shape;
+mod vocab;
 
 use crate::{Options, Result, matching::Role};
 use merak_trace::{Node, Op, Placement, Shard, TensorType};
@@ -43,7 +44,7 @@ pub(crate) struct Site<'a> {
     /// How the lists split the node.
     pub(crate) role: Option<&'a Role>,
     pub(crate) degree: usize,
-    pub(crate) options: Options,
+    pub(crate) options: &'a Options,
 }
 
 /// How a node is placed.
@@ -76,6 +77,12 @@ impl Site<'_> {
     /// How an operand is cut, if it is.
     fn shard(&self, operand: usize) -> Option<&Shard> {
         self.placements[operand].as_shard()
+    }
+
+    /// Whether a cut leaves padding on the last ranks.
+    fn pads(&self, shard: &Shard) -> bool {
+        let mut parts = shard.parts.iter();
+        !parts.all(|part| part.is_multiple_of(self.degree))
     }
 
     /// Every rank computes the same from whole operands.
@@ -119,8 +126,8 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         Op::Concat { dim } => shape::concat(site, *dim),
         Op::SumLeading { .. } => shape::sum_leading(site),
         Op::SumAll => shape::sum_all(site),
-        Op::Embedding { .. } => sequence::lookup(site)?,
-        Op::CrossEntropy { .. } => sequence::cross_entropy(site),
+        Op::Embedding { padding, .. } => vocab::embedding(site, *padding)?,
+        Op::CrossEntropy { label_smoothing } => vocab::cross_entropy(site, *label_smoothing),
         Op::Positions { .. }
         | Op::SeenPositions { .. }
         | Op::RelativeBuckets(_)
@@ -144,6 +151,9 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         | Op::SiluMulGrad
         | Op::SoftmaxGrad
         | Op::CrossEntropyGrad { .. }
+        | Op::VocabMax { .. }
+        | Op::VocabSums { .. }
+        | Op::VocabLoss { .. }
         | Op::SumAllGrad => site.whole(),
     })
 }

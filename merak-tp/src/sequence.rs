@@ -1,54 +1,10 @@
 //! Sequence parallelism: between the split regions each rank has a slice of the sequence
 //! ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)).
 
-use crate::{Error, Result, error::divisors, rules::Site};
+use crate::{Error, Options, Result, Sequence, error::divisors, rules::Site};
 use merak_trace::{Shard, TensorType};
 
-/// How values between the split regions lie on the ranks of the tensor axis.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Sequence {
-    /// Every rank has all of them.
-    #[default]
-    Whole,
-    /// Each rank has a slice of the dimension that holds the sequence: 1 for hidden states
-    /// `[batch, sequence, width]`, 0 for `[sequence, batch, width]`.
-    Cut {
-        /// The dimension.
-        dim: usize,
-    },
-    /// Every rank has all of them, in a graph with the nodes of [`Sequence::Cut`] one for one: for
-    /// sequences of any length, which take the stages of a training as they are.
-    WholeLikeCut {
-        /// The dimension that is cut there.
-        dim: usize,
-    },
-}
-
-/// What a rewrite is asked for, besides the lists.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Options {
-    /// Ranks of the tensor axis.
-    pub degree: usize,
-    /// How values between the split regions lie.
-    pub sequence: Sequence,
-}
-
 impl Options {
-    /// The split over `degree` ranks, with whole values between the regions.
-    pub fn new(degree: usize) -> Self {
-        Self {
-            degree,
-            sequence: Sequence::Whole,
-        }
-    }
-
-    /// The same with another placement of the values between the regions.
-    #[must_use]
-    pub fn with_sequence(mut self, sequence: Sequence) -> Self {
-        self.sequence = sequence;
-        self
-    }
-
     /// The dimension of hidden states that holds the sequence, if the graph is one with cuts.
     pub(crate) fn sequence_dim(&self) -> Option<usize> {
         match self.sequence {

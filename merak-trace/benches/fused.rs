@@ -8,9 +8,9 @@
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use merak_trace::kernels::{
     Activation, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec, DropoutMask, MaskKey,
-    MatMut, SampleSlice, Strided, TableRows, Threads, Turn, activation, activation_grad,
-    add_assign, attention, attention_grad, cross_entropy, cross_entropy_grad_in_place, dropout,
-    embedding, embedding_grad, layer_norm, layer_norm_grad_input, layer_norm_grad_params, rms_norm,
+    MatMut, SampleSlice, Strided, TableRows, Targets, Threads, Turn, activation, activation_grad,
+    add_assign, attention, attention_grad, cross_entropy, cross_entropy_grad, dropout, embedding,
+    embedding_grad, layer_norm, layer_norm_grad_input, layer_norm_grad_params, rms_norm,
     rms_norm_grad_input, rms_norm_grad_params, rope, silu_mul, silu_mul_grad, softmax,
     softmax_grad,
 };
@@ -410,8 +410,15 @@ fn cross_entropy_case() -> Result<Case> {
         // The gradient takes the place of the logits.
         logits.copy_from_slice(&x);
         let loss = cross_entropy(&threads, &logits, &ids, 0.0, &mut lse);
-        let grad =
-            cross_entropy_grad_in_place(&threads, &ids, 0.0, &lse, 1.0 / ROWS as f32, &mut logits);
+        let targets = Targets::all(&ids, 0.0, CLASSES);
+        let grad = cross_entropy_grad(
+            &threads,
+            &targets,
+            None,
+            &lse,
+            1.0 / ROWS as f32,
+            &mut logits,
+        );
         black_box(loss.and(grad)).expect("the labels are classes");
     };
     let x = var(&[ROWS, CLASSES])?;

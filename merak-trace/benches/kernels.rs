@@ -7,7 +7,7 @@ use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
 use merak_trace::kernels::{
     Activation, AttentionGrads, AttentionShape, AttentionSpec, DropoutMask, MaskKey, MatMut,
-    MatRef, SampleSlice, Strided, Threads, Write, activation, activation_grad, attention,
+    MatRef, SampleSlice, Strided, Targets, Threads, Write, activation, activation_grad, attention,
     attention_grad, cross_entropy, cross_entropy_grad, dropout, gemm, layer_norm,
     layer_norm_grad_input,
 };
@@ -171,10 +171,11 @@ fn loss_and_gradient(bencher: Bencher<'_, '_>, num_threads: usize) {
     let classes = 8192;
     let (x, mut dx, mut lse) = (noise(ROWS * classes), noise(ROWS * classes), noise(ROWS));
     let labels: Vec<i64> = (0..8192).step_by(16).collect();
+    let targets = Targets::all(&labels, 0.0, classes);
     let bencher = bencher.counter(BytesCount::of_slice(&x));
     run(bencher, num_threads, |threads| {
         let loss = cross_entropy(threads, &x, &labels, 0.0, &mut lse);
-        let grad = cross_entropy_grad(threads, &x, &labels, 0.0, &lse, 1.0, &mut dx);
+        let grad = cross_entropy_grad(threads, &targets, Some(&x), &lse, 1.0, &mut dx);
         loss.and(grad).expect("the labels are classes");
     });
 }

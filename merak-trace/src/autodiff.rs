@@ -59,8 +59,7 @@ pub fn needs_grad(graph: &Graph, wanted: &[ValueId]) -> Vec<bool> {
         }
     }
     for node in graph.nodes() {
-        let any =
-            node.op != Op::InverseRoot && node.inputs.iter().any(|input| needs[input.index()]);
+        let any = !node.op.stops_gradient() && node.inputs.iter().any(|input| needs[input.index()]);
         for output in &node.outputs {
             needs[output.index()] = any && graph.ty(*output).dtype.is_float();
         }

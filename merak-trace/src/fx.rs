@@ -320,10 +320,9 @@ impl Module {
         init: Init,
     ) -> Result<(Symbol, Symbol)> {
         let table = self.param("weight", &[rows, width], init, ParamRole::Embedding)?;
-        Ok((
-            self.apply1(Op::Embedding { padding }, &[ids, &table])?,
-            table,
-        ))
+        let slice = None;
+        let lookup = Op::Embedding { padding, slice };
+        Ok((self.apply1(lookup, &[ids, &table])?, table))
     }
 
     /// Layer normalisation over the last dimension, with parameters `weight` and `bias`

@@ -326,7 +326,7 @@ impl Graph {
                 .iter()
                 .map(|&user| self.node(user))
                 .any(|user| match user.op {
-                    Op::CrossEntropy { .. } => true,
+                    Op::CrossEntropy { .. } | Op::VocabLoss { .. } => true,
                     Op::Reshape { .. } | Op::Cast { .. } | Op::Scale { .. } | Op::Identity => {
                         self.ends_model(users, user.outputs[0])
                     }

@@ -62,19 +62,23 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             transpose_a,
             transpose_b,
         } => matmul(*transpose_a, *transpose_b, inputs),
-        Op::Embedding { padding } => {
+        Op::Embedding { padding, slice } => {
             let [ids, table] = operands(inputs)?;
             is_ids(ids)?;
             has_ndim(table, 2)?;
-            is_row(*padding, table.shape[0])?;
+            is_row(*padding, slice.map_or(table.shape[0], |slice| slice.full))?;
             let mut shape = ids.shape.clone();
             shape.push(table.shape[1]);
             Ok(vec![table.with_shape(shape)])
         }
-        Op::EmbeddingGrad { rows, padding } => {
+        Op::EmbeddingGrad {
+            rows,
+            padding,
+            slice,
+        } => {
             let [ids, dy] = operands(inputs)?;
             is_ids(ids)?;
-            is_row(*padding, *rows)?;
+            is_row(*padding, slice.map_or(*rows, |slice| slice.full))?;
             ensure(ids.shape[..] == dy.shape[..dy.ndim() - 1], || {
                 format!("ids {ids} do not index {dy}")
             })?;
@@ -174,6 +178,28 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             is_f64_scalar(dloss)?;
             Ok(vec![logits.clone()])
         }
+        Op::VocabMax { .. } => {
+            let [logits] = operands(inputs)?;
+            is_float(logits)?;
+            Ok(vec![rows_of(logits)])
+        }
+        Op::VocabSums {
+            label_smoothing, ..
+        } => {
+            let [logits, labels, max] = operands(inputs)?;
+            labels_fit(logits, labels)?;
+            same(&rows_of(logits), max)?;
+            Ok(vec![vocab_sums(logits, *label_smoothing)])
+        }
+        Op::VocabLoss {
+            label_smoothing, ..
+        } => {
+            let [logits, labels, max, sums] = operands(inputs)?;
+            labels_fit(logits, labels)?;
+            same(&rows_of(logits), max)?;
+            same(&vocab_sums(logits, *label_smoothing), sums)?;
+            Ok(vec![TensorType::scalar(DType::F64), rows_of(logits)])
+        }
         Op::Add | Op::Mul => {
             let [a, b] = operands(inputs)?;
             ensure(a.dtype == b.dtype && a.shape.ends_with(&b.shape), || {
@@ -231,7 +257,7 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         Op::Concat { dim } => concat(*dim, inputs),
         Op::AllGather { shard, .. } => {
             let [x] = operands(inputs)?;
-            divides(x, shard, |local, full| local != 0 && full % local == 0)?;
+            divides(x, shard, |local, full| local != 0 && local <= full)?;
             Ok(vec![x.with_dim(shard.dim, shard.parts.iter().sum())])
         }
         Op::Scatter { local, shard, .. } => {
@@ -471,6 +497,12 @@ fn labels_fit(logits: &TensorType, labels: &TensorType) -> Result<(), Reason> {
 /// One statistic per row.
 fn rows_of(x: &TensorType) -> TensorType {
     TensorType::new([x.rows()], stat_dtype(x))
+}
+
+/// What the classes of one rank add to the loss of each row of logits.
+fn vocab_sums(logits: &TensorType, label_smoothing: f64) -> TensorType {
+    let sums = if label_smoothing == 0.0 { 2 } else { 3 };
+    TensorType::new([logits.rows(), sums], stat_dtype(logits))
 }
 
 /// Statistics of 16-bit tensors are kept in `f32`.

@@ -9,6 +9,7 @@ use crate::{
     Error, NodeId, Op, Result, SharedBackend, Source, StageProgram, TensorType, Value, ValueId,
     autodiff::Phase,
     backend::{Call, GradSink, RunContext},
+    op::Reduction,
 };
 use merak_mpu::{Axis, Group, Mpu, ReduceOp};
 use std::{collections::BTreeMap, fmt, sync::Arc};
@@ -419,13 +420,17 @@ impl Interpreter {
     fn execute(&self, call: Call<'_>, mut inputs: Vec<Value>) -> Result<Vec<Value>> {
         match call.op {
             Op::CopyTo { .. } | Op::Identity => Ok(inputs),
-            Op::AllReduce { axis } => {
+            Op::AllReduce { axis, op } => {
                 let value = inputs.swap_remove(0);
                 let Some(group) = self.groups.along(*axis) else {
                     return Ok(vec![value]);
                 };
                 let buffer = self.backend.into_buffer(value)?;
-                let reduced = group.all_reduce(buffer, ReduceOp::Sum);
+                let joined = match op {
+                    Reduction::Sum => ReduceOp::Sum,
+                    Reduction::Max => ReduceOp::Max,
+                };
+                let reduced = group.all_reduce(buffer, joined);
                 let reduced = reduced.map_err(|source| Error::Collective {
                     node: call.name.to_owned(),
                     source,

@@ -10,6 +10,7 @@
 //! | positions | [`rope`], [`relative_bias`] and its gradient |
 //! | norms | [`layer_norm`], [`rms_norm`] and their gradients for input and parameters |
 //! | rows | [`softmax`], [`cross_entropy`], [`embedding`] and their gradients, [`sum_rows`] |
+//! | rows cut over ranks | [`vocab_max`], [`vocab_sums`], [`vocab_loss`] |
 //! | activations | [`activation`], [`silu_mul`] and their gradients |
 //! | arithmetic | [`add`], [`mul`], [`scale`], [`add_suffix`] |
 //! | order | [`transpose`] |
@@ -64,6 +65,7 @@ mod threads;
 mod transpose;
 mod trig;
 mod units;
+mod vocab_loss;
 
 pub use crate::{
     KernelError,
@@ -74,7 +76,7 @@ pub use attention::{
     AttentionDropout, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec, Newest,
     Strided, attention, attention_grad, attention_newest,
 };
-pub use cross_entropy::{cross_entropy, cross_entropy_grad, cross_entropy_grad_in_place};
+pub use cross_entropy::{Targets, cross_entropy, cross_entropy_grad};
 pub use dropout::{DropoutMask, MaskKey, SampleSlice, dropout};
 pub use elementwise::{add, add_assign, add_suffix, mul, scale};
 pub use embedding::{TableRows, embedding, embedding_grad};
@@ -94,3 +96,4 @@ pub use softmax::{softmax, softmax_grad};
 pub use threads::Threads;
 pub use transpose::transpose;
 pub use units::Units;
+pub use vocab_loss::{vocab_loss, vocab_max, vocab_sums};

@@ -5,8 +5,9 @@ mod cost;
 pub use cost::Cost;
 
 use crate::{TensorType, placement::Shard};
-use merak_mpu::{Axis, DType};
+use merak_mpu::{Axis, Coord, DType};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// The label of a position that does not count, as in PyTorch.
 pub const IGNORED_LABEL: i64 = -100;
@@ -83,6 +84,25 @@ pub struct AxisSlice {
     pub dim: usize,
     /// Its size in the whole tensor.
     pub full: usize,
+}
+
+impl AxisSlice {
+    /// The indices of the whole dimension that the rank at `place` holds, of which each rank's
+    /// tensor has room for `local`. Behind the end of the dimension lies padding.
+    pub fn own(&self, place: Coord, local: usize) -> Range<usize> {
+        let start = place.get(self.axis) * local;
+        start.min(self.full)..(start + local).min(self.full)
+    }
+}
+
+/// How an all-reduce joins the values of all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reduction {
+    /// Their sum.
+    Sum,
+    /// The largest of them. No gradient passes: it counts as a constant.
+    Max,
 }
 
 /// Random zeroing with rescaling; the mask is a function of the run's seed, the step, the number of
@@ -297,15 +317,21 @@ pub enum Op {
 
     /// `ids [..] i64, table [rows, width] -> [.., width]`.
     Embedding {
-        /// A row that lookups do not train (`padding_idx` of `torch.nn.Embedding`).
+        /// A row that lookups do not train (`padding_idx` of `torch.nn.Embedding`), counted in the
+        /// whole table.
         padding: Option<usize>,
+        /// Set when the table is a slice of its rows. Ids then count in the whole table, and those
+        /// of other ranks' rows give zeros, so that the results of all ranks are summands.
+        slice: Option<AxisSlice>,
     },
     /// `ids [..] i64, dy [.., width] -> [rows, width]`.
     EmbeddingGrad {
-        /// Rows of the table.
+        /// Rows of the table, here of its slice.
         rows: usize,
-        /// The row whose gradient stays zero.
+        /// The row whose gradient stays zero, counted in the whole table.
         padding: Option<usize>,
+        /// Set when the table is a slice of its rows.
+        slice: Option<AxisSlice>,
     },
 
     /// `x [.., n], w [n], b [n] -> y [.., n], mean [rows], rstd [rows]`.
@@ -363,6 +389,34 @@ pub enum Op {
     CrossEntropyGrad {
         /// Share of probability spread over all classes.
         label_smoothing: f64,
+        /// Set when the logits are a slice of the classes; the gradient of padding is zero.
+        slice: Option<AxisSlice>,
+    },
+
+    /// `logits [.., local] -> max [rows]`: the largest logit of each row among the classes of this
+    /// rank, minus infinity where it has none. No gradient passes: it counts as a constant.
+    VocabMax {
+        /// How the classes are cut.
+        slice: AxisSlice,
+    },
+    /// `logits [.., local], labels [..] i64, max [rows] -> sums [rows, n]`: what the classes of
+    /// this rank add to the loss of each row, `max` being the largest logit of all classes: the
+    /// logit of the label, the sum of `exp(x - max)`, and under label smoothing the sum of logits,
+    /// so `n` is 2 or 3. No gradient passes: it counts as a constant.
+    VocabSums {
+        /// Share of probability spread over all classes.
+        label_smoothing: f64,
+        /// How the classes are cut.
+        slice: AxisSlice,
+    },
+    /// `logits [.., local], labels [..] i64, max [rows], sums [rows, n] -> sum of token losses []
+    /// f64, lse [rows]`, as [`Op::CrossEntropy`] of the logits of all ranks. The logits are an
+    /// operand because the gradient goes to them.
+    VocabLoss {
+        /// Share of probability spread over all classes.
+        label_smoothing: f64,
+        /// How the classes are cut.
+        slice: AxisSlice,
     },
 
     /// `a, b -> a + b`; the shape of `b` equals the last dimensions of `a`.
@@ -427,10 +481,13 @@ pub enum Op {
         /// The mesh axis.
         axis: Axis,
     },
-    /// `x -> sum over the ranks of the axis`; backward passes the gradient on.
+    /// `x -> sum over the ranks of the axis`, or the largest of them; backward passes the gradient
+    /// of a sum on.
     AllReduce {
         /// The mesh axis.
         axis: Axis,
+        /// How the values of the ranks are joined.
+        op: Reduction,
     },
     /// `x -> x` joined from the slices of all ranks; backward keeps the rank's own slice, or that
     /// of the sum over the ranks.
@@ -517,6 +574,9 @@ impl Op {
             Self::Dropout(_) => "dropout",
             Self::CrossEntropy { .. } => "cross_entropy",
             Self::CrossEntropyGrad { .. } => "cross_entropy_grad",
+            Self::VocabMax { .. } => "vocab_max",
+            Self::VocabSums { .. } => "vocab_sums",
+            Self::VocabLoss { .. } => "vocab_loss",
             Self::Add => "add",
             Self::Mul => "mul",
             Self::Scale { .. } => "scale",
@@ -531,7 +591,12 @@ impl Op {
             Self::Concat { .. } => "concat",
             Self::Zeros { .. } => "zeros",
             Self::CopyTo { .. } => "copy_to",
-            Self::AllReduce { .. } => "all_reduce",
+            Self::AllReduce {
+                op: Reduction::Sum, ..
+            } => "all_reduce",
+            Self::AllReduce {
+                op: Reduction::Max, ..
+            } => "all_reduce_max",
             Self::AllGather { .. } => "all_gather",
             Self::Scatter { .. } => "scatter",
             Self::ReduceScatter { .. } => "reduce_scatter",
@@ -572,6 +637,9 @@ impl Op {
             | Self::Dropout(_)
             | Self::CrossEntropy { .. }
             | Self::CrossEntropyGrad { .. }
+            | Self::VocabMax { .. }
+            | Self::VocabSums { .. }
+            | Self::VocabLoss { .. }
             | Self::Add
             | Self::Mul
             | Self::Scale { .. }
@@ -607,12 +675,26 @@ impl Op {
     /// The mesh axis that this operation communicates over, forward.
     pub fn communicates(&self) -> Option<Axis> {
         match self {
-            Self::AllReduce { axis }
+            Self::AllReduce { axis, .. }
             | Self::AllGather { axis, .. }
             | Self::ReduceScatter { axis, .. }
             | Self::AllToAll { axis, .. } => Some(*axis),
             _ => None,
         }
+    }
+
+    /// Whether the results count as constants: no gradient passes to the operands.
+    pub fn stops_gradient(&self) -> bool {
+        matches!(
+            self,
+            Self::InverseRoot
+                | Self::VocabMax { .. }
+                | Self::VocabSums { .. }
+                | Self::AllReduce {
+                    op: Reduction::Max,
+                    ..
+                }
+        )
     }
 }
 

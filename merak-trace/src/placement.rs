@@ -22,13 +22,38 @@ pub enum Placement {
 ///
 /// The dimension is the concatenation of `parts`, and each part is cut evenly: rank `r` of `n`
 /// holds the `r`-th `1/n` of every part, one after the other. One part is the usual slice; a fused
-/// `[q|k|v]` projection has three, and rank `r` then holds `q_r|k_r|v_r`.
+/// `[q|k|v]` projection has three, and rank `r` then holds `q_r|k_r|v_r`. Where `n` does not divide
+/// a part (a vocabulary), every rank has room for the `1/n` rounded up: those behind the end of the
+/// part hold fewer, and padding follows.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {
     /// The dimension that is cut.
     pub dim: usize,
     /// Sizes of the parts in the full tensor.
     pub parts: Vec<usize>,
+}
+
+impl Shard {
+    /// The room of one rank for each part.
+    pub(crate) fn local_parts(&self, degree: usize) -> impl Iterator<Item = usize> + '_ {
+        self.parts.iter().map(move |part| part.div_ceil(degree))
+    }
+
+    /// Size of the dimension on one rank.
+    pub fn local_size(&self, degree: usize) -> usize {
+        self.local_parts(degree).sum()
+    }
+
+    /// What a rank holds of the part with this number, counted within the part.
+    pub(crate) fn own_of_part(&self, part: usize, rank: usize, degree: usize) -> Range<usize> {
+        own_slice(self.parts[part], rank, degree)
+    }
+}
+
+/// What a rank holds of a part of this size.
+fn own_slice(part: usize, rank: usize, degree: usize) -> Range<usize> {
+    let room = part.div_ceil(degree);
+    (rank * room).min(part)..((rank + 1) * room).min(part)
 }
 
 impl Placement {
@@ -48,13 +73,11 @@ impl Placement {
         }
     }
 
-    /// The local type of a tensor of type `full` on one of `degree` ranks.
-    ///
-    /// The caller has checked that `degree` divides each part.
+    /// The local type of a tensor of type `full` on one of `degree` ranks, padding included.
     #[must_use]
     pub fn local_type(&self, full: &TensorType, degree: usize) -> TensorType {
         match self.as_shard() {
-            Some(shard) => full.with_dim(shard.dim, full.shape[shard.dim] / degree),
+            Some(shard) => full.with_dim(shard.dim, shard.local_size(degree)),
             None => full.clone(),
         }
     }
@@ -150,11 +173,11 @@ impl Run {
         let mut kept = Vec::with_capacity(parts.len());
         let (mut part_start, mut local) = (0, 0);
         for part in parts {
-            let len = part / degree;
-            let own = part_start + rank * len;
+            let slice = own_slice(*part, rank, degree);
+            let own = part_start + slice.start;
             for run in runs {
                 let first = own.max(run.local);
-                let end = (own + len).min(run.local + run.len);
+                let end = (own + slice.len()).min(run.local + run.len);
                 if first < end {
                     kept.push(Self {
                         start: run.start + first - run.local,
@@ -164,7 +187,7 @@ impl Run {
                 }
             }
             part_start += part;
-            local += len;
+            local += part.div_ceil(degree);
         }
         kept
     }

@@ -19,6 +19,7 @@ mod key;
 mod keys;
 mod layer;
 mod lines;
+mod lists;
 mod nearest;
 mod origin;
 mod range;
@@ -40,6 +41,7 @@ use serde_json::Value;
 pub(crate) use self::checked::Host;
 pub(crate) use self::choice::one_of;
 pub(crate) use self::folders::RESOLVED;
+pub(crate) use self::keys::given_list;
 use self::nearest::nearest_key;
 pub use self::{
     checked::CheckedArguments,
@@ -55,6 +57,7 @@ pub use self::{
         ModelArguments, TpLayerListArguments, keys,
     },
     layer::{Given, VARIABLES},
+    lists::{SplitRatio, WeightSlice},
     origin::Origin,
     range::Range,
     schedule::TrainSchedule,

@@ -23,7 +23,7 @@ use merak_partition::{
     Counted, Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, Recompute,
     RecomputeOp, ScheduleChoice, Share, StageMethod, StepCosts,
 };
-use merak_tp::{Options, Sequence, rewrite_with};
+use merak_tp::{Sequence, rewrite_with};
 use merak_trace::{
     Axis, Node, Op, Param, Shard, StageCuts, StageProgram,
     models::{Head, Objective, TraceOptions},
@@ -201,13 +201,16 @@ impl Plan {
         let draft = &self.draft;
         let traced = draft.model.trace(&options)?;
         let (family, lora) = (draft.info.family, draft.lora.clone());
-        let (adapted, _) = with_adapter(traced, lora, family, draft.kept)?;
+        let (mut adapted, _) = with_adapter(traced, lora, family, draft.kept)?;
+        forward.output.add_logits_to(&mut adapted)?;
         // Batches of evaluations and the positions of a decoding have any length: they pass whole.
-        let dim = draft.sequence_dim;
-        let sequence = dim.map_or(Sequence::Whole, |dim| Sequence::WholeLikeCut { dim });
-        let split = Options::new(draft.degrees.tp).with_sequence(sequence);
-        let mut graph = rewrite_with(&adapted, &draft.lists, &split)?.graph;
-        forward.output.add_to(&mut graph)?;
+        let sequence = match draft.split.sequence {
+            Sequence::Cut { dim } => Sequence::WholeLikeCut { dim },
+            whole => whole,
+        };
+        let split = draft.split.clone().with_sequence(sequence);
+        let mut graph = rewrite_with(&adapted, &split)?.graph;
+        forward.output.add_hidden_to(&mut graph)?;
         // The same nodes in the same order, except for the loss at the end.
         let last = self.cuts.num_stages() - 1;
         let mut bounds: Vec<_> = (0..=last)
@@ -239,7 +242,7 @@ impl Plan {
     /// How tensor parallelism cuts parameters, also with one tensor-parallel rank.
     pub(crate) fn param_cuts(&self) -> Result<BTreeMap<String, Shard>> {
         if self.draft.degrees.tp == 1 {
-            return Ok(merak_tp::cuts(&self.graph, &self.draft.lists)?);
+            return Ok(merak_tp::cuts_with(&self.graph, &self.draft.split)?);
         }
         let params = self.graph.params().iter();
         let cuts = params.filter_map(|param| {

@@ -47,7 +47,9 @@ pub struct ParamSpec {
 /// How a tensor-parallel group cuts a parameter.
 ///
 /// The dimension of the whole parameter consists of `parts`, each of which is cut into equal
-/// pieces, one for each rank: a fused projection has a part for each of its projections.
+/// pieces, one for each rank: a fused projection has a part for each of its projections. Where the
+/// number of ranks does not divide a part, every rank has room for a piece rounded up, and padding
+/// of zeros follows what the last ones hold.
 ///
 /// ```
 /// use merak_zero::TensorCut;
@@ -77,12 +79,18 @@ impl TensorCut {
     pub fn ranges(&self, rank: usize, num_ranks: usize) -> Vec<Range<usize>> {
         let mut part_start = 0;
         let range = |part: &usize| {
-            let len = part / num_ranks;
-            let start = part_start + rank * len;
+            let room = part.div_ceil(num_ranks);
+            let (start, end) = ((rank * room).min(*part), ((rank + 1) * room).min(*part));
+            let own = part_start + start..part_start + end;
             part_start += part;
-            start..start + len
+            own
         };
         self.parts.iter().map(range).collect()
+    }
+
+    /// The room that every rank of `num_ranks` has for each part, padding included.
+    pub(crate) fn rooms(&self, num_ranks: usize) -> impl Iterator<Item = usize> {
+        self.parts.iter().map(move |part| part.div_ceil(num_ranks))
     }
 }
 

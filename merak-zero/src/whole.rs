@@ -18,8 +18,7 @@ impl PieceHolders<'_> {
     pub(crate) fn check(self, spec: &ParamSpec) -> Result<()> {
         let num_ranks = self.num_ranks();
         let is_whole = spec.cut.as_ref().is_none_or(|cut| {
-            let own = cut.ranges(0, num_ranks);
-            let own: usize = own.into_iter().map(|range| range.len()).sum();
+            let own: usize = cut.rooms(num_ranks).sum();
             spec.shape.get(cut.dim) == Some(&own)
         });
         if is_whole {
@@ -109,10 +108,11 @@ fn each_run(
     let ranges = cut.ranges(rank, num_ranks);
     let mut local = 0;
     for outer in 0..outer {
-        for range in &ranges {
-            let len = range.len() * inner;
-            f((outer * whole[cut.dim] + range.start) * inner, local, len);
-            local += len;
+        for (range, room) in ranges.iter().zip(cut.rooms(num_ranks)) {
+            let at = (outer * whole[cut.dim] + range.start) * inner;
+            f(at, local, range.len() * inner);
+            // Padding may follow.
+            local += room * inner;
         }
     }
 }

@@ -152,6 +152,7 @@ fn head_of(graph: &Graph, mut value: ValueId) -> Option<NodeId> {
 fn keeps_meaning(graph: &Graph, node: &Node) -> bool {
     match node.op {
         Op::CrossEntropy { .. }
+        | Op::VocabLoss { .. }
         | Op::SumAll
         | Op::Scale { .. }
         | Op::Identity

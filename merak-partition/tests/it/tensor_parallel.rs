@@ -3,7 +3,7 @@
 use merak_partition::{SegmentOptions, SplitMethod, segment};
 use merak_trace::{
     Axis, DType, Graph, Init, Op, Param, ParamRole, Placement, Shard, TensorType, fx,
-    op::{Activation, JoinedGrad, WeightLayout},
+    op::{Activation, JoinedGrad, Reduction, WeightLayout},
 };
 
 const WIDTH: usize = 8;
@@ -55,7 +55,8 @@ fn chain(blocks: usize, sliced: bool) -> Graph {
             let (shard, local) = (rows.clone(), 1);
             (begin, Op::ReduceScatter { axis, shard, local })
         } else {
-            (Op::CopyTo { axis }, Op::AllReduce { axis })
+            let op = Reduction::Sum;
+            (Op::CopyTo { axis }, Op::AllReduce { axis, op })
         };
         value = apply(begin, vec![value]);
         value = apply(linear(), vec![value, column]);
@@ -127,7 +128,13 @@ fn a_layer_that_begins_inside_an_open_sum_begins_behind_it() {
                 .linear(&x, WIDTH, WeightLayout::OutIn, false, Init::Normal(1.0))?;
         let sum = root.add(&first, &second)?;
         let sum = root
-            .apply(Op::AllReduce { axis: Axis::Tensor }, &[&sum])?
+            .apply(
+                Op::AllReduce {
+                    axis: Axis::Tensor,
+                    op: Reduction::Sum,
+                },
+                &[&sum],
+            )?
             .swap_remove(0);
         let y =
             root.sub("h.2")

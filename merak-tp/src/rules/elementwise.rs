@@ -25,7 +25,8 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
     let Some(shard) = site.shard(0) else {
         return site.whole();
     };
-    if shard.parts.len() > 1 || dropout.slice.is_some() {
+    let is_slice = shard.parts.len() == 1 && !site.pads(shard);
+    if !is_slice || dropout.slice.is_some() {
         return site.whole();
     }
     let slice = Some(AxisSlice {

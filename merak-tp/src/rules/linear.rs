@@ -15,8 +15,10 @@ pub(super) fn linear(site: &Site<'_>, layout: WeightLayout, bias: bool) -> Resul
 
 /// `y_r = x W_r + b_r`: the output features are split part by part.
 fn column(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Result<NodePlacement> {
-    for &part in &role.parts {
-        divides(site, role, part, "output features")?;
+    if !role.pads {
+        for &part in &role.parts {
+            divides(site, role, part, "output features")?;
+        }
     }
     let cut = |dim| Shard {
         dim,

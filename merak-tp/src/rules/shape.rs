@@ -12,7 +12,7 @@ pub(super) fn reshape(site: &Site<'_>, to: &[usize]) -> NodePlacement {
     {
         Some((shard, moved)) => {
             let mut shape = to.to_vec();
-            shape[moved.dim] /= site.degree;
+            shape[moved.dim] = moved.local_size(site.degree);
             NodePlacement::new(
                 [Need::Cut(shard.clone())],
                 Op::Reshape { shape },
@@ -38,7 +38,11 @@ fn reshaped(shard: &Shard, from: &[usize], to: &[usize], degree: usize) -> Optio
     let step: usize = to[dim + 1..].iter().product();
     let mut parts = Vec::with_capacity(shard.parts.len());
     for part in &shard.parts {
-        if !(part / degree * inner).is_multiple_of(step) {
+        // Padding keeps its place only in the same dimension.
+        let is_same = inner == step;
+        if !is_same
+            && !(part.is_multiple_of(degree) && (part / degree * inner).is_multiple_of(step))
+        {
             return None;
         }
         parts.push(part * inner / step);
@@ -81,7 +85,8 @@ pub(super) fn split(site: &Site<'_>, dim: usize, sizes: &[usize]) -> NodePlaceme
     let Some(groups) = grouped(&shard.parts, sizes) else {
         return site.whole();
     };
-    let local = sizes.iter().map(|size| size / site.degree).collect();
+    let room = |parts: &Vec<usize>| parts.iter().map(|part| part.div_ceil(site.degree)).sum();
+    let local = groups.iter().map(room).collect();
     let results: Vec<_> = groups
         .into_iter()
         .map(|parts| Placement::Shard(Shard { dim, parts }))
@@ -148,9 +153,11 @@ pub(super) fn sum_leading(site: &Site<'_>) -> NodePlacement {
     let mut shape = site.results[0].shape.clone();
     let summed = site.types[0].ndim() - shape.len();
     let result = match shard.dim.checked_sub(summed) {
+        // Padding need not be zero.
+        None if site.pads(shard) => return site.whole(),
         None => Placement::Partial,
         Some(dim) => {
-            shape[dim] /= site.degree;
+            shape[dim] = shard.local_size(site.degree);
             Placement::Shard(Shard {
                 dim,
                 parts: shard.parts.clone(),
@@ -166,9 +173,9 @@ pub(super) fn sum_leading(site: &Site<'_>) -> NodePlacement {
 
 pub(super) fn sum_all(site: &Site<'_>) -> NodePlacement {
     match site.shard(0) {
-        Some(shard) => {
+        Some(shard) if !site.pads(shard) => {
             NodePlacement::new([Need::Cut(shard.clone())], Op::SumAll, [Placement::Partial])
         }
-        None => site.whole(),
+        _ => site.whole(),
     }
 }

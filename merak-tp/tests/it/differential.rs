@@ -36,6 +36,27 @@ fn gpt2_with_dropout_and_a_tied_head() {
 }
 
 #[test]
+fn gpt2_with_any_width_between_its_layers() {
+    for n_inner in [16, 24, 32, 48] {
+        let mut config = gpt2(1, 0.1, true);
+        config["n_inner"] = n_inner.into();
+        check_model(&config, &[2]);
+        let whole = model(&config).trace(&options()).unwrap();
+        let split = rewrite(&whole, &default_lists("gpt2").unwrap(), 2).unwrap();
+        assert_eq!(split.report.modules.len(), 4, "{n_inner}: {}", split.report);
+    }
+    let mut config = gpt2(1, 0.1, true);
+    config["n_inner"] = 30.into();
+    let whole = model(&config).trace(&options()).unwrap();
+    let error = rewrite(&whole, &default_lists("gpt2").unwrap(), 4).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "transformer.h.0.mlp.c_fc: 30 output features cannot be split over tp = 4 (col_para_list \"mlp.c_fc\"): \
+         choose \"tp\" among 1, 2"
+    );
+}
+
+#[test]
 fn gpt2_with_an_untied_head() {
     check_model(&gpt2(1, 0.0, false), &[2]);
 }
@@ -157,7 +178,6 @@ fn lists_that_suit_the_model_badly() {
         [
             "transformer.h.0.ln_2.layer_norm",
             "transformer.ln_f.layer_norm",
-            "loss.cross_entropy"
         ]
     );
     assert_same(&whole, &split.graph, 2);

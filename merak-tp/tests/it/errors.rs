@@ -48,8 +48,19 @@ fn features_that_do_not_divide() {
 
 #[test]
 fn a_layer_of_a_ratio_is_refused_with_its_entry_in_words() {
-    insta::assert_snapshot!(refusal(&gpt2_of(10, 2), &default_lists("gpt2").unwrap(), 4),
+    let ratio = |output, kind| Mapping {
+        input: 1,
+        output,
+        kind,
+    };
+    let lists = LayerLists {
+        input_output_mapping: vec![ratio(3, SplitKind::Col), ratio(1, SplitKind::Row)],
+        ..LayerLists::default()
+    };
+    insta::assert_snapshot!(refusal(&gpt2_of(10, 2), &lists, 4),
         @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (input_output_mapping, entry 1: inputs to outputs 1:3, column-parallel): choose "tp" among 1, 2"#);
+    insta::assert_snapshot!(refusal(&gpt2_of(10, 2), &default_lists("gpt2").unwrap(), 4),
+        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (col_para_list "attn.c_attn"): choose "tp" among 1, 2"#);
 }
 
 #[test]
@@ -104,25 +115,49 @@ fn lists_that_match_nothing() {
 fn lists_that_are_incomplete() {
     let none: [&str; 0] = [];
     insta::assert_snapshot!(refusal(&mlp(8), &LayerLists::default(), 2),
-        @"tp = 2 needs col_para_list and row_para_list, or input_output_mapping; found none of them: set both in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`");
+        @"tp = 2 needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found none of them: set them in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`");
     insta::assert_snapshot!(refusal(&mlp(8), &LayerLists::col_row(vec!["col"], none.to_vec()), 2),
-        @"tp = 2 needs col_para_list and row_para_list, or input_output_mapping; found col_para_list alone: set both in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`");
+        @"tp = 2 needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found col_para_list alone: set them in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`");
 }
 
 #[test]
-fn lists_of_kinds_that_are_not_built() {
-    let change = LayerLists {
-        weight_change_list: vec![("table".into(), 1)],
+fn slices_that_do_not_fit() {
+    let change = |name: &str, dim| LayerLists {
+        weight_change_list: vec![(name.into(), dim)],
+        ..LayerLists::default()
+    };
+    insta::assert_snapshot!(refusal(&mlp(8), &change("col", 2), 2),
+        @r#"col has dimensions 0 to 1, so dimension 2 cannot be split (weight_change_list ["col", 2])"#);
+    insta::assert_snapshot!(refusal(&mlp(8), &change("col.bias", 1), 2),
+        @r#"col.bias has dimension 0 alone, so dimension 1 cannot be split (weight_change_list ["col.bias", 1])"#);
+    insta::assert_snapshot!(refusal(&mlp(10), &change("col.bias", 0), 4),
+        @r#"col.bias: 10 slices cannot be split over tp = 4 (weight_change_list ["col.bias", 0]): choose "tp" among 1, 2, 5, 10"#);
+    let both = LayerLists {
+        weight_change_list: vec![("col".into(), 1)],
         ..lists()
     };
-    insta::assert_snapshot!(refusal(&mlp(8), &change, 2),
-        @"weight_change_list is not available; split linear layers with col_para_list and row_para_list");
-    let conv = LayerLists {
-        conv_para_list: vec!["conv1".into()],
-        ..lists()
+    insta::assert_snapshot!(refusal(&mlp(8), &both, 2),
+        @r#"col is to be column-parallel (col_para_list "col") and row-parallel (weight_change_list ["col", 1]): take it out of one list"#);
+    let attributes = LayerLists {
+        tp_attr_list: vec!["num_heads".into()],
+        ..LayerLists::default()
     };
-    insta::assert_snapshot!(refusal(&mlp(8), &conv, 2),
-        @"conv_para_list is not available; split linear layers with col_para_list and row_para_list");
+    insta::assert_snapshot!(refusal(&mlp(8), &attributes, 2),
+        @"tp = 2 needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found tp_attr_list alone: set them in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`");
+}
+
+#[test]
+fn channels_of_a_convolution_that_the_degree_does_not_divide() {
+    let vit = json!({ "model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "intermediate_size": 24, "image_size": [7, 2],
+        "patch_size": [1, 2], "num_labels": 7 });
+    let graph = model(&vit).trace(&TraceOptions::training(1, 8)).unwrap();
+    let lists = LayerLists {
+        conv_para_list: vec!["projection".into()],
+        ..LayerLists::default()
+    };
+    insta::assert_snapshot!(refusal(&graph, &lists, 2),
+        @r#"vit.embeddings.patch_embeddings.projection.weight: 3 input channels cannot be split over tp = 2 (conv_para_list "projection"): choose "tp" among 1, 3"#);
 }
 
 #[test]
@@ -159,6 +194,6 @@ fn a_pattern_that_matches_nothing_is_reported() {
     assert!(
         report
             .to_string()
-            .contains(r#"warning: col_para_list "c_atn" matches no linear layer"#)
+            .contains(r#"warning: col_para_list "c_atn" matches nothing"#)
     );
 }

@@ -7,5 +7,7 @@ mod models; // GPT-2 and Llama as each rank runs them
 mod propagation; // one small graph per rule
 mod run; // forward and backward on threads
 mod sequence; // slices of the sequence between regions
+mod slices; // slices by name, convolutions, chosen layers
 mod support; // rewriting in one line, graphs as short text
 mod traffic; // the collectives of a layer against closed forms
+mod vocab; // a split vocabulary against whole logits

@@ -42,15 +42,15 @@ fn a_gpt2_block_has_one_all_reduce_per_half() {
     %47: f32[2, 8, 16] = dropout(%46)
     %48: f32[2, 8, 16] = add(%47, %37)
     ");
-    insta::assert_snapshot!(split.report.to_string(), @"
+    insta::assert_snapshot!(split.report.to_string(), @r#"
     tensor parallel over 2 ranks: 4 layers split
-      col transformer.h.0.attn.c_attn  16 -> 48 in 3 parts  (input_output_mapping, entry 1: inputs to outputs 1:3, column-parallel)
-      row transformer.h.0.attn.c_proj  16 -> 16  (input_output_mapping, entry 2: inputs to outputs 1:1, row-parallel)
-      col transformer.h.0.mlp.c_fc     16 -> 64  (input_output_mapping, entry 3: inputs to outputs 1:4, column-parallel)
-      row transformer.h.0.mlp.c_proj   64 -> 16  (input_output_mapping, entry 4: inputs to outputs 4:1, row-parallel)
+      col transformer.h.0.attn.c_attn  16 -> 48 in 3 parts  (col_para_list "attn.c_attn")
+      row transformer.h.0.attn.c_proj  16 -> 16  (row_para_list "c_proj")
+      col transformer.h.0.mlp.c_fc     16 -> 64  (col_para_list "mlp.c_fc")
+      row transformer.h.0.mlp.c_proj   64 -> 16  (row_para_list "c_proj")
       forward all_reduce: 2 per microbatch, 2048 bytes
       backward all_reduce: 2 per microbatch, 2048 bytes
-    ");
+    "#);
 }
 
 #[test]

@@ -28,7 +28,8 @@ fn split_model(config: &Json, seq: usize, options_of_split: &Options) -> (Graph,
     let model = model(config);
     let whole = model.trace(&options(seq)).expect("the sizes fit");
     let lists = default_lists(model.info().family).expect("the family has defaults");
-    let split = rewrite_with(&whole, &lists, options_of_split).expect("the model can be split");
+    let options = options_of_split.clone().with_lists(lists);
+    let split = rewrite_with(&whole, &options).expect("the model can be split");
     (whole, split)
 }
 
@@ -183,7 +184,7 @@ fn a_parameter_with_both_kinds_of_uses_sums_at_each_use() {
         Ok(())
     });
     let whole = whole.expect("the operands fit");
-    let split = rewrite_with(&whole, &lists(), &cut(2)).expect("it can be split");
+    let split = rewrite_with(&whole, &cut(2).with_lists(lists())).expect("it can be split");
     let param = |name| {
         split
             .graph
@@ -236,7 +237,7 @@ fn the_sequence_may_come_first() {
     });
     let whole = whole.expect("the operands fit");
     let first = Options::new(2).with_sequence(Sequence::Cut { dim: 0 });
-    let split = rewrite_with(&whole, &lists(), &first).expect("it can be split");
+    let split = rewrite_with(&whole, &first.with_lists(lists())).expect("it can be split");
     assert!(shapes(&split.graph).contains(&"reduce_scatter [2, 2, 8]".to_owned()));
     assert!(
         split.report.gathers.is_empty(),
@@ -266,7 +267,7 @@ fn an_odd_sequence_is_refused_with_the_degrees_that_divide_it() {
     let model = model(&gpt2(1, 0.0, true));
     let whole = model.trace(&options(6)).expect("the sizes fit");
     let lists = default_lists("gpt2").expect("the family has defaults");
-    let error = rewrite_with(&whole, &lists, &cut(4)).expect_err("4 does not divide 6");
+    let error = rewrite_with(&whole, &cut(4).with_lists(lists)).expect_err("4 does not divide 6");
     assert!(matches!(
         error,
         Error::Sequence {
@@ -286,7 +287,7 @@ fn an_input_of_whole_sequences_is_cut_where_a_region_ends() {
         module.output("y", &module.add(&y, &x)?);
         Ok(())
     });
-    let split = rewrite_with(&split, &lists(), &cut(2)).expect("it can be split");
+    let split = rewrite_with(&split, &cut(2).with_lists(lists())).expect("it can be split");
     assert_eq!(
         shapes(&split.graph),
         [

@@ -71,7 +71,7 @@ fn frozen_layers_need_nothing_for_their_gradients() {
         whole.param_mut(id).trainable = false;
     }
     let lists = default_lists("gpt2").expect("it is known");
-    let split = rewrite_with(&whole, &lists, &Options::new(2)).expect("it can be split");
+    let split = rewrite_with(&whole, &Options::new(2).with_lists(lists)).expect("it can be split");
     let traffic = traffic(&split.graph, &RecomputePlan::default());
     let backward = |layer: &str| {
         let mut rows = traffic
@@ -91,7 +91,7 @@ fn slices_of_the_sequence_move_as_many_bytes() {
         .expect("the sizes fit");
     let lists = default_lists("gpt2").expect("it is known");
     let cut = Options::new(2).with_sequence(Sequence::Cut { dim: 1 });
-    let split = rewrite_with(&whole, &lists, &cut).expect("it can be split");
+    let split = rewrite_with(&whole, &cut.with_lists(lists)).expect("it can be split");
     let traffic = traffic(&split.graph, &RecomputePlan::default());
     let rows: Vec<_> = of_layers(&traffic).collect();
     assert_eq!(rows.len(), 4, "two kinds in two layers");

@@ -3,7 +3,7 @@
 use super::{Contributions, Tape};
 use crate::{
     Error, Node, Op, Result, ValueId,
-    op::{AttentionOptions, JoinedGrad, Rope},
+    op::{AttentionOptions, AxisSlice, JoinedGrad, Reduction, Rope},
 };
 
 /// Adds the nodes that compute the gradients of the operands of `node` that need one.
@@ -56,10 +56,11 @@ impl Rule<'_, '_> {
                 transpose_a,
                 transpose_b,
             } => self.matmul(*transpose_a, *transpose_b, dy),
-            Op::Embedding { padding } => {
+            Op::Embedding { padding, slice } => {
                 let op = Op::EmbeddingGrad {
                     rows: self.shape(x(1))[0],
                     padding: *padding,
+                    slice: *slice,
                 };
                 self.one(1, op, &[x(0), dy])
             }
@@ -95,14 +96,13 @@ impl Rule<'_, '_> {
             }
             Op::Activation(kind) => self.one(0, Op::ActivationGrad(*kind), &[x(0), dy]),
             Op::SiluMul => self.several(&[0, 1], Op::SiluMulGrad, &[x(0), x(1), dy]),
-            Op::InverseRoot => Ok(Vec::new()),
+            op if op.stops_gradient() => Ok(Vec::new()),
             Op::Softmax => self.one(0, Op::SoftmaxGrad, &[y(0), dy]),
-            Op::CrossEntropy { label_smoothing } => {
-                let op = Op::CrossEntropyGrad {
-                    label_smoothing: *label_smoothing,
-                };
-                self.one(0, op, &[x(0), x(1), y(1), dy])
-            }
+            Op::CrossEntropy { label_smoothing } => self.loss(dy, *label_smoothing, None),
+            Op::VocabLoss {
+                label_smoothing,
+                slice,
+            } => self.loss(dy, *label_smoothing, Some(*slice)),
             Op::Add => {
                 let mut out = self.pass(0, dy);
                 out.extend(self.repeated(1, dy)?);
@@ -112,7 +112,10 @@ impl Rule<'_, '_> {
             // Linear maps that are their own transpose, or that pass the incoming gradient on.
             Op::Dropout(_) | Op::Scale { .. } => self.one(0, self.node.op.clone(), &[dy]),
             Op::Identity | Op::AllReduce { .. } => Ok(self.pass(0, dy)),
-            Op::CopyTo { axis } => self.one(0, Op::AllReduce { axis: *axis }, &[dy]),
+            Op::CopyTo { axis } => {
+                let op = Reduction::Sum;
+                self.one(0, Op::AllReduce { axis: *axis, op }, &[dy])
+            }
             Op::AllGather { axis, shard, grad } => {
                 let local = self.shape(x(0))[shard.dim];
                 let (axis, shard) = (*axis, shard.clone());
@@ -207,11 +210,29 @@ impl Rule<'_, '_> {
             | Op::SiluMulGrad
             | Op::SoftmaxGrad
             | Op::CrossEntropyGrad { .. }
+            | Op::InverseRoot
+            | Op::VocabMax { .. }
+            | Op::VocabSums { .. }
             | Op::SumAllGrad => Err(Error::NoGradient {
                 scope: self.node.scope.to_string(),
                 op: self.node.op.name(),
             }),
         }
+    }
+
+    /// The gradient of a loss of logits that are cut as `slice` says.
+    fn loss(
+        &mut self,
+        dy: ValueId,
+        label_smoothing: f64,
+        slice: Option<AxisSlice>,
+    ) -> Result<Contributions> {
+        let op = Op::CrossEntropyGrad {
+            label_smoothing,
+            slice,
+        };
+        let (logits, labels) = (self.node.inputs[0], self.node.inputs[1]);
+        self.one(0, op, &[logits, labels, self.node.outputs[1], dy])
     }
 
     fn matmul(&mut self, ta: bool, tb: bool, dy: ValueId) -> Result<Contributions> {

@@ -34,6 +34,7 @@ mod products;
 mod run;
 mod shim;
 mod storage;
+mod vocab;
 
 use crate::{
     Backend, Call, Error, GradStore, Param, ParamStore, Result, TensorType, Value,

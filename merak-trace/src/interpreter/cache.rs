@@ -272,7 +272,10 @@ impl Interpreter {
         };
         let table = run(&reshape(&rows), &rows, vec![value.clone()])?;
         let picked_ty = rows.with_dim(0, ids.ty().numel());
-        let embedding = Op::Embedding { padding: None };
+        let embedding = Op::Embedding {
+            padding: None,
+            slice: None,
+        };
         let picked = run(&embedding, &picked_ty, vec![ids.clone(), table])?;
         run(&reshape(ty), ty, vec![picked])
     }

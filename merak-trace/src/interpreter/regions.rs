@@ -43,9 +43,7 @@ impl Interpreter {
         [from, to]: [&Shard; 2],
     ) -> Result<Value> {
         let degree = group.world_size();
-        let piece = value
-            .ty()
-            .with_dim(to.dim, value.ty().shape[to.dim] / degree);
+        let piece = value.ty().with_dim(to.dim, to.local_size(degree));
         let slices = self.slices(call, value, to, degree)?;
         let stacked = self.stack(call, slices)?;
         let received = self.exchange(call, stacked, |buffer| group.all_to_all(buffer))?;
@@ -63,8 +61,7 @@ impl Interpreter {
         degree: usize,
     ) -> Result<Value> {
         let pieces = self.pieces(call, value, shard, degree)?;
-        let own = pieces.into_iter().skip(rank).step_by(degree);
-        self.concat(call, own.collect(), shard.dim)
+        self.slice(call, &pieces, shard, (rank, degree))
     }
 
     /// Hands a value to the other ranks as `send` does.
@@ -114,11 +111,33 @@ impl Interpreter {
         degree: usize,
     ) -> Result<Vec<Value>> {
         let pieces = self.pieces(call, value, shard, degree)?;
-        let of_rank = |rank| {
-            let own: Vec<_> = pieces.iter().skip(rank).step_by(degree).cloned().collect();
-            self.concat(call, own, shard.dim)
-        };
+        let of_rank = |rank| self.slice(call, &pieces, shard, (rank, degree));
         (0..degree).map(of_rank).collect()
+    }
+
+    /// The slice of one rank of `degree`, of its pieces of all parts and the padding behind them.
+    fn slice(
+        &self,
+        call: Call<'_>,
+        pieces: &[Value],
+        shard: &Shard,
+        (rank, degree): (usize, usize),
+    ) -> Result<Value> {
+        let mut own = Vec::with_capacity(2 * shard.parts.len());
+        let local = pieces.iter().skip(rank).step_by(degree);
+        for (piece, room) in local.zip(shard.local_parts(degree)) {
+            let padding = room - piece.ty().shape[shard.dim];
+            own.push(piece.clone());
+            if padding > 0 {
+                let ty = piece.ty().with_dim(shard.dim, padding);
+                let zeros = Op::Zeros {
+                    shape: ty.shape.clone(),
+                    dtype: ty.dtype,
+                };
+                own.extend(self.run_op(call, &zeros, std::slice::from_ref(&ty), vec![])?);
+            }
+        }
+        self.concat(call, own, shard.dim)
     }
 
     /// For each part of a cut dimension the pieces of all `degree` ranks.
@@ -129,20 +148,37 @@ impl Interpreter {
         shard: &Shard,
         degree: usize,
     ) -> Result<Vec<Value>> {
-        let parts = shard.parts.iter();
-        let sizes: Vec<_> = parts.flat_map(|part| vec![part / degree; degree]).collect();
+        let parts = 0..shard.parts.len();
+        let of_part = |part| move |rank| shard.own_of_part(part, rank, degree).len();
+        let sizes: Vec<_> = parts
+            .flat_map(|part| (0..degree).map(of_part(part)))
+            .collect();
         self.split(call, value, shard.dim, &sizes)
     }
 
     /// The whole of the slices of all ranks, part by part.
     fn join(&self, call: Call<'_>, slices: Vec<Value>, shard: &Shard) -> Result<Value> {
         let degree = slices.len();
-        let part_sizes: Vec<_> = shard.parts.iter().map(|part| part / degree).collect();
+        let part_sizes: Vec<_> = shard.local_parts(degree).collect();
         let split = |slice| self.split(call, slice, shard.dim, &part_sizes);
         let by_rank = slices.into_iter().map(split).collect::<Result<Vec<_>>>()?;
-        let pieces = (0..part_sizes.len())
-            .flat_map(|part| by_rank.iter().map(move |parts| parts[part].clone()));
-        self.concat(call, pieces.collect(), shard.dim)
+        let mut pieces = Vec::with_capacity(degree * part_sizes.len());
+        for (part, &size) in part_sizes.iter().enumerate() {
+            for (rank, parts) in by_rank.iter().enumerate() {
+                let own = shard.own_of_part(part, rank, degree).len();
+                let piece = parts[part].clone();
+                match own {
+                    0 => {}
+                    _ if own == size => pieces.push(piece),
+                    // Padding follows.
+                    _ => {
+                        let sizes = [own, size - own];
+                        pieces.push(self.split(call, piece, shard.dim, &sizes)?.swap_remove(0));
+                    }
+                }
+            }
+        }
+        self.concat(call, pieces, shard.dim)
     }
 
     /// Values of one type, one behind the other in memory.

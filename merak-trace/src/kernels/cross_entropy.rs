@@ -4,6 +4,8 @@
     reason = "a body is compiled for an instruction set only where it is inlined into its dispatch"
 )]
 
+use std::ops::Range;
+
 use super::simd::{max, sum, vectorize};
 use super::{Float, IGNORED_LABEL, KernelError, Threads};
 
@@ -65,14 +67,79 @@ pub fn cross_entropy<T: Float>(
     Ok(losses.iter().sum())
 }
 
-/// Computes `scale` times the gradient of [`cross_entropy`] with respect to the logits.
+/// What the rows of logits are to predict, and which of the classes they have.
+#[derive(Debug, Clone)]
+pub struct Targets<'a> {
+    /// A class for each row, or [`IGNORED_LABEL`].
+    pub labels: &'a [i64],
+    /// Share of probability that is spread over all classes.
+    pub smoothing: f64,
+    /// Number of classes: labels must be below it.
+    pub total: usize,
+    /// The classes of which there are logits. A row of logits may be longer: padding follows, which
+    /// is no class.
+    pub own: Range<usize>,
+}
+
+impl<'a> Targets<'a> {
+    /// Of rows that have the logits of all classes.
+    pub fn all(labels: &'a [i64], smoothing: f64, classes: usize) -> Self {
+        Self {
+            labels,
+            smoothing,
+            total: classes,
+            own: 0..classes,
+        }
+    }
+
+    /// Checks each label.
+    pub(super) fn check(&self) -> Result<(), KernelError> {
+        let is_class = |label| usize::try_from(label).is_ok_and(|label| label < self.total);
+        let wrong = |&(_, &label): &(usize, &i64)| label != IGNORED_LABEL && !is_class(label);
+        match self.labels.iter().enumerate().find(wrong) {
+            Some((position, &label)) => Err(KernelError::Label {
+                label,
+                position,
+                classes: self.total,
+                ignored: IGNORED_LABEL,
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// Logits of a row, padding included.
+    pub(super) fn width(&self, num_logits: usize) -> usize {
+        let width = num_logits / self.labels.len().max(1);
+        assert_eq!(
+            num_logits,
+            width * self.labels.len(),
+            "a whole number of logits per label"
+        );
+        assert!(
+            num_logits == 0 || self.own.len() <= width,
+            "a logit for each class here"
+        );
+        width
+    }
+
+    /// Where the logit of a label lies in a row, if it is there.
+    #[inline(always)]
+    pub(super) fn column(&self, label: i64) -> Option<usize> {
+        let label = usize::try_from(label).ok()?;
+        let column = label.checked_sub(self.own.start)?;
+        (column < self.own.len()).then_some(column)
+    }
+}
+
+/// Computes `scale` times the gradient of [`cross_entropy`] with respect to the logits. Without
+/// `logits` it replaces those in `dlogits`, for callers that no longer need them.
 ///
 /// That is `scale (exp(x - lse) - (1 - e) [class = label] - e / V)`, and zeros where a label is
-/// ignored.
+/// ignored and in padding.
 ///
 /// # Shapes
 ///
-/// `logits`, `dlogits`: `[R, V]`; `labels`, `lse`: `[R]`.
+/// `logits`, `dlogits`: `[R, own classes and padding]`; `lse`: `[R]`.
 ///
 /// # Errors
 ///
@@ -83,76 +150,46 @@ pub fn cross_entropy<T: Float>(
 /// If the lengths do not fit.
 pub fn cross_entropy_grad<T: Float>(
     threads: &Threads,
-    logits: &[T],
-    labels: &[i64],
-    smoothing: f64,
-    lse: &[T],
-    scale: T,
-    dlogits: &mut [T],
-) -> Result<(), KernelError> {
-    assert_eq!(dlogits.len(), logits.len(), "a gradient per logit");
-    let logits = Some(logits);
-    grad_chunks(threads, logits, labels, smoothing, lse, scale, dlogits)
-}
-
-/// Replaces the logits by what [`cross_entropy_grad`] gives, for callers that no longer need them.
-///
-/// # Shapes
-///
-/// `logits`: `[R, V]`; `labels`, `lse`: `[R]`.
-///
-/// # Errors
-///
-/// A label is neither below V nor [`IGNORED_LABEL`].
-///
-/// # Panics
-///
-/// If the lengths do not fit.
-pub fn cross_entropy_grad_in_place<T: Float>(
-    threads: &Threads,
-    labels: &[i64],
-    smoothing: f64,
-    lse: &[T],
-    scale: T,
-    logits: &mut [T],
-) -> Result<(), KernelError> {
-    grad_chunks(threads, None, labels, smoothing, lse, scale, logits)
-}
-
-/// Computes the gradients row by row from `logits`, or in place from the logits in `dlogits`.
-fn grad_chunks<T: Float>(
-    threads: &Threads,
+    targets: &Targets<'_>,
     logits: Option<&[T]>,
-    labels: &[i64],
-    smoothing: f64,
     lse: &[T],
     scale: T,
     dlogits: &mut [T],
 ) -> Result<(), KernelError> {
-    let classes = check(dlogits.len(), labels)?;
+    targets.check()?;
+    let width = targets.width(dlogits.len());
+    if let Some(logits) = logits {
+        assert_eq!(dlogits.len(), logits.len(), "a gradient per logit");
+    }
+    let Targets {
+        labels, smoothing, ..
+    } = *targets;
     assert_eq!(lse.len(), labels.len(), "one sum per row");
-    if classes == 0 {
+    if width == 0 {
         return Ok(());
     }
-    let rows = rows_per_chunk(classes);
+    let own = targets.own.len();
+    let rows = rows_per_chunk(width);
     let at_label = scale * T::from_f64(1.0 - smoothing);
-    let everywhere = scale * T::from_f64(smoothing / classes as f64);
+    let everywhere = scale * T::from_f64(smoothing / targets.total as f64);
     let inputs = labels.chunks(rows).zip(lse.chunks(rows)).enumerate();
-    let items = inputs.zip(dlogits.chunks_mut(rows * classes));
+    let items = inputs.zip(dlogits.chunks_mut(rows * width));
     threads.for_each(items, |((chunk, (labels, lse)), dlogits)| {
         let first_row = chunk * rows;
         vectorize(
             #[inline(always)]
             || {
-                let grads = dlogits.chunks_exact_mut(classes).enumerate();
+                let grads = dlogits.chunks_exact_mut(width).enumerate();
                 for ((row, dlogits), (&label, &lse)) in grads.zip(labels.iter().zip(lse)) {
-                    let Ok(label) = usize::try_from(label) else {
+                    if label < 0 {
                         dlogits.fill(T::ZERO);
                         continue;
-                    };
+                    }
+                    let (dlogits, padding) = dlogits.split_at_mut(own);
+                    padding.fill(T::ZERO);
                     let grad = |logit: T| Float::exp(logit - lse).fma(scale, -everywhere);
                     if let Some(logits) = logits {
-                        let logits = &logits[(first_row + row) * classes..][..classes];
+                        let logits = &logits[(first_row + row) * width..][..own];
                         for (dlogit, &logit) in dlogits.iter_mut().zip(logits) {
                             *dlogit = grad(logit);
                         }
@@ -161,7 +198,9 @@ fn grad_chunks<T: Float>(
                             *logit = grad(*logit);
                         }
                     }
-                    dlogits[label] -= at_label;
+                    if let Some(column) = targets.column(label) {
+                        dlogits[column] -= at_label;
+                    }
                 }
             },
         );
@@ -192,20 +231,11 @@ fn check(num_logits: usize, labels: &[i64]) -> Result<usize, KernelError> {
         "{num_logits} logits are no whole number per label"
     );
     let classes = num_logits / labels.len();
-    let is_class = |label| usize::try_from(label).is_ok_and(|label| label < classes);
-    let wrong = |&(_, &label): &(usize, &i64)| label != IGNORED_LABEL && !is_class(label);
-    match labels.iter().enumerate().find(wrong) {
-        Some((position, &label)) => Err(KernelError::Label {
-            label,
-            position,
-            classes,
-            ignored: IGNORED_LABEL,
-        }),
-        None => Ok(classes),
-    }
+    Targets::all(labels, 0.0, classes).check()?;
+    Ok(classes)
 }
 
-fn rows_per_chunk(classes: usize) -> usize {
+pub(super) fn rows_per_chunk(classes: usize) -> usize {
     (CHUNK / classes.max(1)).max(1)
 }
 
@@ -261,18 +291,16 @@ mod tests {
                 let labels = labels(rows, classes);
                 let mut lse = vec![0.0; rows];
                 cross_entropy(&Threads::one(), &logits, &labels, smoothing, &mut lse).unwrap();
+                let targets = Targets::all(&labels, smoothing, classes);
                 let grad = on_any_threads(|threads| {
                     let mut grad = vec![f64::NAN; logits.len()];
-                    let result = cross_entropy_grad(
-                        threads, &logits, &labels, smoothing, &lse, 0.25, &mut grad,
-                    );
-                    result.unwrap();
+                    let given = Some(logits.as_slice());
+                    cross_entropy_grad(threads, &targets, given, &lse, 0.25, &mut grad).unwrap();
                     grad
                 });
                 let mut in_place = logits.clone();
                 let one = Threads::one();
-                cross_entropy_grad_in_place(&one, &labels, smoothing, &lse, 0.25, &mut in_place)
-                    .unwrap();
+                cross_entropy_grad(&one, &targets, None, &lse, 0.25, &mut in_place).unwrap();
                 assert_eq!(in_place, grad);
                 let f = |logits: &[f64]| vec![0.25 * definition(logits, &labels, smoothing)];
                 assert_gradient(&logits, &[1.0], f, &grad);
@@ -310,7 +338,8 @@ mod tests {
     fn no_rows_have_no_loss() {
         let loss = cross_entropy::<f32>(&Threads::one(), &[], &[], 0.0, &mut []).unwrap();
         assert_eq!(loss, 0.0);
-        let none = cross_entropy_grad::<f32>(&Threads::one(), &[], &[], 0.0, &[], 1.0, &mut []);
+        let targets = Targets::all(&[], 0.0, 0);
+        let none = cross_entropy_grad::<f32>(&Threads::one(), &targets, None, &[], 1.0, &mut []);
         assert!(none.is_ok());
     }
 }

@@ -61,8 +61,9 @@ pub struct SplitLayers {
     pub columns: &'static [&'static str],
     /// Layers whose input features are split.
     pub rows: &'static [&'static str],
-    /// Layers by the ratio of their input to their output features, in place of names.
-    pub ratios: &'static [(usize, usize, SplitKind)],
+    /// Parameters that each rank keeps a slice of, with the dimension that is sliced. A name is the
+    /// end of a parameter's path, `.weight` left out.
+    pub slices: &'static [(&'static str, usize)],
     /// Attributes that the degree divides in modules that a tracer keeps whole, such as a number of
     /// heads. Merak records every operation, so they change nothing in its graphs.
     pub attributes: &'static [&'static str],
@@ -140,9 +141,15 @@ impl SplitLayers {
         Self {
             columns,
             rows,
-            ratios: &[],
+            slices: &[],
             attributes,
         }
+    }
+
+    /// The same lists, and parameters that are sliced.
+    pub(super) const fn with_slices(mut self, slices: &'static [(&'static str, usize)]) -> Self {
+        self.slices = slices;
+        self
     }
 }
 

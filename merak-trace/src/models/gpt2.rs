@@ -4,7 +4,7 @@ use super::{
     Model, ModelInfo, TraceOptions,
     causal::{check_architecture, finish, input_ids, lm_head},
     check_seq,
-    family::{Family, SizeFields, SplitKind::Col, SplitKind::Row, SplitLayers},
+    family::{Family, SizeFields, SplitLayers},
     fields::{Fields, head_dim},
 };
 use crate::{
@@ -22,10 +22,12 @@ const SIZES: SizeFields = SizeFields {
 
 /// The facts of the family.
 pub(super) const FAMILY: Family = Family {
-    split_layers: SplitLayers {
-        ratios: &[(1, 3, Col), (1, 1, Row), (1, 4, Col), (4, 1, Row)],
-        ..SplitLayers::new(&[], &[], &["num_heads", "split_size"])
-    },
+    // By name, since the ratio of the features depends on `n_inner`.
+    split_layers: SplitLayers::new(
+        &["attn.c_attn", "mlp.c_fc"],
+        &["c_proj"],
+        &["num_heads", "split_size"],
+    ),
     split_points: &["transformer.h.{i}", "transformer.ln_f"],
     adapter_targets: &["c_attn"],
     ..Family::traced(&["gpt2"], SIZES, |f| Ok(Box::new(Gpt2::from_fields(f)?)))

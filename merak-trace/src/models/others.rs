@@ -73,11 +73,7 @@ pub(super) const FAMILIES: &[Family] = families! {
         "lxmert.encoder.visn_fc" "lxmert.encoder.layer.{i}" "lxmert.encoder.x_layers.{i}"
         "lxmert.encoder.r_layers.{i}"
     ] [];
-    ["m2m100" "pegasus"] LIKE_OPT, [
-        "model.encoder.layers.{i}" "model.encoder.layer_norm"
-        "model.decoder.layers.{i}" "model.decoder.layer_norm"
-    ] [];
-    ["m2m_100"] NONE, [
+    ["m2m100" "m2m_100" "pegasus"] LIKE_OPT, [
         "model.encoder.layers.{i}" "model.encoder.layer_norm"
         "model.decoder.layers.{i}" "model.decoder.layer_norm"
     ] [];
@@ -94,8 +90,8 @@ pub(super) const FAMILIES: &[Family] = families! {
     ["nezha"] LIKE_BERT, [] [];
     ["phi"] NONE, [] ["q_proj" "v_proj" "fc1" "fc2"];
     ["resnet"] NONE, ["resnet.encoder.stages.{i}.layers.{j}" "resnet.pooler"] [];
-    ["roberta" "xlm-roberta"] NONE, [] ["query" "value"];
-    ["swin"] NONE, ["swin.encoder.layers.{i}.blocks.{j}.attention"] [];
+    ["roberta" "xlm-roberta"] LIKE_BERT, [] ["query" "value"];
+    ["swin"] LIKE_BERT.with_slices(&[("relative_position_bias_table", 1)]), ["swin.encoder.layers.{i}.blocks.{j}.attention"] [];
     ["trocr"] LIKE_OPT, ["model.decoder.layers.{i}"] [];
     ["wav2vec2"] split!(
         ["q_proj" "k_proj" "v_proj" "intermediate_dense"] ["out_proj" "output_dense"] ["num_heads"]

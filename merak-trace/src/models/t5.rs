@@ -38,7 +38,8 @@ pub(super) const FAMILY: Family = Family {
         ],
         &["Attention.o", "DenseReluDense.wo"],
         &["n_heads", "inner_dim"],
-    ),
+    )
+    .with_slices(&[("relative_attention_bias", 1)]),
     split_points: &["encoder.block.{i}", "decoder.block.{i}", "lm_head"],
     adapter_targets: &["q", "v"],
     // In PEFT encoder and decoder have tables of their own beside the one that files hold.

@@ -131,6 +131,9 @@ impl Shapes<'_> {
             | Op::SoftmaxGrad
             | Op::CrossEntropy { .. }
             | Op::CrossEntropyGrad { .. } => 4 * self.x(0),
+            Op::VocabMax { .. } => self.x(0),
+            Op::VocabSums { .. } => 3 * self.x(0),
+            Op::VocabLoss { .. } => 4 * self.x(2),
             Op::LayerNormGradParams | Op::SiluMul => 5 * self.x(0),
             Op::LayerNorm { .. } | Op::RmsNormGradInput => 8 * self.x(0),
             Op::SiluMulGrad => 10 * self.x(0),
@@ -171,6 +174,8 @@ impl Shapes<'_> {
             (_, ResultMemory::View) => 0,
             // Only the rows that are looked up.
             (Op::Embedding { .. }, _) => size(&self.node.inputs[..1]) + 2 * written,
+            // The logits are not read.
+            (Op::VocabLoss { .. }, _) => size(&self.node.inputs[1..]) + written,
             (_, ResultMemory::Own | ResultMemory::Sum) => read + written,
         }
     }
@@ -236,7 +241,10 @@ mod tests {
         let rows = graph
             .add_node(
                 &"".into(),
-                Op::Embedding { padding: None },
+                Op::Embedding {
+                    padding: None,
+                    slice: None,
+                },
                 vec![ids, table],
             )
             .unwrap()[0];

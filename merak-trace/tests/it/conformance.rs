@@ -451,7 +451,15 @@ fn odd_sizes_agree_for_attention_and_lookups() {
         let ids = [("ids", TensorType::new([len], DType::I64), &ids[..])];
         for padding in [None, Some(4)] {
             let table = t(&[11, head_dim]);
-            check("embedding", &[table], &ids, &Op::Embedding { padding });
+            check(
+                "embedding",
+                &[table],
+                &ids,
+                &Op::Embedding {
+                    padding,
+                    slice: None,
+                },
+            );
         }
     }
 }
@@ -515,7 +523,13 @@ fn positions_are_counted_where_a_mask_shows_them() {
         ids: &[("seen", TensorType::new([2, 6], DType::I64), &seen)],
         build: &|module, x, ids| {
             let positions = module.seen_positions(&ids[0], 2)?;
-            let rows = module.apply(Op::Embedding { padding: None }, &[&positions, &x[0]])?;
+            let rows = module.apply(
+                Op::Embedding {
+                    padding: None,
+                    slice: None,
+                },
+                &[&positions, &x[0]],
+            )?;
             Ok(rows)
         },
     });
@@ -597,7 +611,13 @@ fn ids_out_of_range_are_refused() {
                     module.param("table", &[11, 2], Init::Normal(1.0), ParamRole::Weight)?;
                 let ids = module.input("ids", TensorType::new([1], DType::I64));
                 let y = module
-                    .apply(Op::Embedding { padding: None }, &[&ids, &table])?
+                    .apply(
+                        Op::Embedding {
+                            padding: None,
+                            slice: None,
+                        },
+                        &[&ids, &table],
+                    )?
                     .swap_remove(0);
                 let sum = module.apply(Op::SumAll, &[&y])?.swap_remove(0);
                 module.output("loss", &sum);

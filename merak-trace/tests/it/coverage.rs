@@ -8,7 +8,10 @@ use merak_mpu::{Axis, Group, testing::world};
 use merak_trace::{
     AxisGroups, DType, Init, Op, ParamRole, Result, Shard, TensorType,
     fx::{AttentionTerms, Module, Symbol},
-    op::{Activation, Attention, DropoutSpec, JoinedGrad, RelativeBuckets, Rope, WeightLayout},
+    op::{
+        Activation, Attention, AxisSlice, DropoutSpec, JoinedGrad, Reduction, RelativeBuckets,
+        Rope, WeightLayout,
+    },
 };
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
@@ -91,7 +94,10 @@ impl Cases {
             Ok(vec![one(module, op, &[&x[0], &x[1]])?])
         });
         self.run("positions", &[t(&[5, 3])], &[], &|module, x, _| {
-            let op = Op::Embedding { padding: Some(2) };
+            let op = Op::Embedding {
+                padding: Some(2),
+                slice: None,
+            };
             let positions = module.positions(4)?;
             Ok(vec![one(module, op, &[&positions, &x[0]])?])
         });
@@ -99,7 +105,10 @@ impl Cases {
         let seen = [("seen", TensorType::new([2, 3], DType::I64), &seen[..])];
         self.run("seen_positions", &[t(&[5, 3])], &seen, &|module, x, ids| {
             let positions = module.seen_positions(&ids[0], 1)?;
-            let op = Op::Embedding { padding: None };
+            let op = Op::Embedding {
+                padding: None,
+                slice: None,
+            };
             Ok(vec![one(module, op, &[&positions, &x[0]])?])
         });
         let positions = [("at", TensorType::new([3], DType::I64), &[4, 0, 1][..])];
@@ -200,6 +209,50 @@ impl Cases {
         });
     }
 
+    /// The part of the first of two ranks with a vocabulary of 13.
+    fn vocabulary(&mut self) {
+        let slice = |dim| AxisSlice {
+            axis: Axis::Tensor,
+            dim,
+            full: 13,
+        };
+        let ids = [("ids", TensorType::new([4], DType::I64), &[12, 0, 6, 7][..])];
+        self.run(
+            "embedding of a slice",
+            &[t(&[7, 3])],
+            &ids,
+            &|module, x, ids| {
+                let op = Op::Embedding {
+                    padding: Some(6),
+                    slice: Some(slice(0)),
+                };
+                Ok(vec![one(module, op, &[&ids[0], &x[0]])?])
+            },
+        );
+        let labels = [(
+            "labels",
+            TensorType::new([3], DType::I64),
+            &[12, 6, -100][..],
+        )];
+        for label_smoothing in [0.0, 0.1] {
+            self.run("vocab_loss", &[t(&[3, 7])], &labels, &|module, x, ids| {
+                let slice = slice(1);
+                let max = one(module, Op::VocabMax { slice }, &[&x[0]])?;
+                let op = Op::VocabSums {
+                    label_smoothing,
+                    slice,
+                };
+                let sums = one(module, op, &[&x[0], &ids[0], &max])?;
+                let op = Op::VocabLoss {
+                    label_smoothing,
+                    slice,
+                };
+                let loss = one(module, op, &[&x[0], &ids[0], &max, &sums])?;
+                Ok(vec![loss, max, sums])
+            });
+        }
+    }
+
     fn shapes(&mut self) {
         for op in [
             Op::Reshape { shape: vec![7, 3] },
@@ -226,6 +279,7 @@ fn every_operation_has_a_case() {
     cases.products_and_lookups();
     cases.attention();
     cases.rows();
+    cases.vocabulary();
     cases.shapes();
     // These run on two ranks below.
     cases.note(&REGIONS);
@@ -268,7 +322,8 @@ const REGIONS: Case<'static> = Case {
         let bent = one(module, Op::Activation(Activation::Silu), &[&slice])?;
         let grad = JoinedGrad::Whole;
         let joined = one(module, Op::AllGather { axis, shard, grad }, &[&bent])?;
-        let sum = one(module, Op::AllReduce { axis }, &[&bent])?;
+        let op = Reduction::Sum;
+        let sum = one(module, Op::AllReduce { axis, op }, &[&bent])?;
         let copied = one(module, Op::CopyTo { axis }, &[&x])?;
         Ok(vec![joined, sum, copied])
     },

@@ -190,7 +190,7 @@ fn padding_tokens_are_looked_up_and_not_trained() {
         let graph = trace(&config);
         let nodes = graph.nodes().iter();
         let lookups = nodes.filter_map(|node| match node.op {
-            Op::Embedding { padding } => Some(padding),
+            Op::Embedding { padding, .. } => Some(padding),
             _ => None,
         });
         lookups.collect::<Vec<_>>()

@@ -165,7 +165,15 @@ fn lookups() {
         "embedding",
         &[t(&[7, 3])],
         &[ids("ids", &[2, 3], &[1, 0, 6, 1, 1, 5])],
-        |module, params, ids| module.apply(Op::Embedding { padding: None }, &[&ids[0], &params[0]]),
+        |module, params, ids| {
+            module.apply(
+                Op::Embedding {
+                    padding: None,
+                    slice: None,
+                },
+                &[&ids[0], &params[0]],
+            )
+        },
     );
 }
 
@@ -439,7 +447,13 @@ fn a_parameter_used_twice_gets_both_gradients_apart() {
         &[ids("ids", &[2], &[3, 1])],
         |module, params, ids| {
             let x = module
-                .apply(Op::Embedding { padding: None }, &[&ids[0], &params[0]])?
+                .apply(
+                    Op::Embedding {
+                        padding: None,
+                        slice: None,
+                    },
+                    &[&ids[0], &params[0]],
+                )?
                 .swap_remove(0);
             Ok(vec![module.linear_with(
                 &x,

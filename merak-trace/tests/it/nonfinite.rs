@@ -115,7 +115,15 @@ impl Case {
             "cross_entropy" => Op::CrossEntropy {
                 label_smoothing: 0.0,
             },
-            "embedding" => return (Op::Embedding { padding: None }, true),
+            "embedding" => {
+                return (
+                    Op::Embedding {
+                        padding: None,
+                        slice: None,
+                    },
+                    true,
+                );
+            }
             other => unreachable!("the script knows no {other}"),
         };
         (op, false)

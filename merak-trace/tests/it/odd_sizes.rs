@@ -67,7 +67,10 @@ fn rows_of_any_width() {
             &[t(&[5, width])],
             &[ids("ids", &[4], &[4, 0, 4, 2])],
             |module, params, ids| {
-                let op = Op::Embedding { padding: Some(3) };
+                let op = Op::Embedding {
+                    padding: Some(3),
+                    slice: None,
+                };
                 module.apply(op, &[&ids[0], &params[0]])
             },
         );

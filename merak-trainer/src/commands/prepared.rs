@@ -492,6 +492,10 @@ impl Prepared {
                 "          auto: no shorter schedule was found within the memory"
             );
         }
+        for (index, choice) in plan.draft.tensor.choices.iter().enumerate() {
+            let head = if index == 0 { "tensor" } else { "" };
+            let _ = writeln!(text, "{head:9} {choice}");
+        }
         if let Some(prediction) = &self.prediction {
             let _ = writeln!(text, "time      {prediction}");
             if let Some(measurement) = self.measurement() {

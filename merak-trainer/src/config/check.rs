@@ -121,6 +121,13 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             "so small that the samples of a step, microbatch x microbatches x \"dp\", can be counted",
         )?;
     }
+    let given = super::keys::given_list(&a.tp_layer_lists);
+    checker.require(
+        !a.tp_layer_lists.auto || given.is_none(),
+        "tp_layer_lists.auto",
+        true,
+        format_args!("false where \"{}\" is set", given.unwrap_or_default()),
+    )?;
     if let Some(heads) = a.num_heads {
         checker.require(
             heads.is_multiple_of(a.tp),

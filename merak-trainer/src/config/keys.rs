@@ -16,6 +16,7 @@ use super::{
     },
     inputs::{InputPaths, Mixture},
     key::{Key, settings},
+    lists::{SplitRatio, WeightSlice},
     schedule::TrainSchedule,
     setting::InputPath,
     special::{
@@ -150,6 +151,9 @@ settings! {
         min_loss_scale: usize [at_least 1] = 1,
         /// Whether tied weights become independent copies.
         no_tie_modules: bool = false,
+        /// Whether tensor-parallel ranks divide the vocabulary too: embedding tables, output layer
+        /// and loss. Without effect at `tp` 1.
+        parallel_vocab: bool = false,
         /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state, 2 gradients too, 3
         /// parameters too.
         zero_stage: ZeroStage = ZeroStage::OptimizerState,
@@ -488,10 +492,24 @@ settings! {
 settings! {
     /// Section `[tp_layer_lists]`.
     TpLayerListArguments under "tp_layer_lists." {
+        /// Whether the layers are chosen so that they communicate least, for models without lists
+        /// too. Written `tp_layer_lists = "auto"` as well.
+        auto: bool = false,
         /// Names of linear layers whose output features are split.
         col_para_list: Option<Vec<String>> = None,
         /// Names of linear layers whose input features are split.
         row_para_list: Option<Vec<String>> = None,
+        /// Linear layers by the ratio of their input to their output features, the output layer
+        /// left out; the first that matches counts.
+        input_output_mapping: Option<Vec<SplitRatio>> = None,
+        /// Names with a dimension to slice: of linear layers 0, the output features, or 1, the
+        /// input features; else of the parameters NAME and NAME.weight.
+        weight_change_list: Option<Vec<WeightSlice>> = None,
+        /// Attributes that count heads or features, of modules that a tracer keeps whole. Here
+        /// every operation is traced, and all sizes follow from what is split.
+        tp_attr_list: Option<Vec<String>> = None,
+        /// Names of convolutions whose input channels are split.
+        conv_para_list: Option<Vec<String>> = None,
     }
 }
 
@@ -561,6 +579,36 @@ impl MerakArguments {
             _ => self.virtual_stages,
         }
     }
+}
+
+/// The first of the lists of layers that is set, by the name of its key.
+pub(crate) fn given_list(lists: &TpLayerListArguments) -> Option<&'static str> {
+    let is_set = [
+        (
+            "tp_layer_lists.col_para_list",
+            lists.col_para_list.is_some(),
+        ),
+        (
+            "tp_layer_lists.row_para_list",
+            lists.row_para_list.is_some(),
+        ),
+        (
+            "tp_layer_lists.input_output_mapping",
+            lists.input_output_mapping.is_some(),
+        ),
+        (
+            "tp_layer_lists.weight_change_list",
+            lists.weight_change_list.is_some(),
+        ),
+        ("tp_layer_lists.tp_attr_list", lists.tp_attr_list.is_some()),
+        (
+            "tp_layer_lists.conv_para_list",
+            lists.conv_para_list.is_some(),
+        ),
+    ];
+    is_set
+        .into_iter()
+        .find_map(|(name, set)| set.then_some(name))
 }
 
 /// The sections of a configuration file.

@@ -213,6 +213,11 @@ impl Layer {
             self.0.push((full_name(name), one));
             return Ok(());
         }
+        // The one word that stands for a table.
+        let is_auto = matches!(&value.kind, ValueKind::String(word) if word == "auto");
+        if name == "tp_layer_lists" && is_auto {
+            return self.add_typed(format!("{name}.auto"), Value::new(Some(&origin), true));
+        }
         let ValueKind::Table(table) = value.kind else {
             return Err(Error::Config(ConfigError::WrongType {
                 expected: table_of(&name),
@@ -239,7 +244,11 @@ fn table_of(section: &str) -> String {
     let mut names = keys().map(|key| key.name).filter(is_within);
     let first: Vec<_> = names.by_ref().take(NAMES).collect();
     let rest = names.next().map_or("", |_| ", ..");
-    format!("a table of \"{}\"{rest}", first.join("\", \""))
+    let table = format!("a table of \"{}\"{rest}", first.join("\", \""));
+    match section {
+        "tp_layer_lists" => format!("\"auto\" or {table}"),
+        _ => table,
+    }
 }
 
 /// The full name of a key: the tensor-parallel lists may stand outside their table.

@@ -39,17 +39,12 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("cache_sharding", FALSE),
     reserved("cache_name", NONE),
     reserved("split_inputs", FALSE),
-    reserved("parallel_vocab", FALSE),
     reserved("tp_overlapping_level", &["0"]),
     // Memory is never pinned and every rank is a CPU rank: both values hold already.
     reserved("dataloader_pin_memory", &["true", "false"]),
     reserved("use_cpu", &["false", "true"]),
     reserved("ema_decay", NONE),
     reserved("shift_labels", FALSE),
-    reserved("tp_layer_lists.input_output_mapping", NONE),
-    reserved("tp_layer_lists.weight_change_list", NONE),
-    reserved("tp_layer_lists.tp_attr_list", NONE),
-    reserved("tp_layer_lists.conv_para_list", NONE),
 ];
 
 /// Hugging Face training arguments without effect here, and what to use instead where there is

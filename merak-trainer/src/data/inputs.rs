@@ -198,6 +198,7 @@ pub(crate) fn integer_limit(graph: &Graph, name: &str, value: ValueId) -> Option
         Op::CrossEntropy { .. } if node.inputs[1] == value => {
             graph.ty(node.inputs[0]).shape.last().copied()
         }
+        Op::VocabLoss { slice, .. } if node.inputs[1] == value => Some(slice.full),
         _ => None,
     });
     limits.min()

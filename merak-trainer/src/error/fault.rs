@@ -215,10 +215,13 @@ fn of_partition(error: &merak_partition::Error) -> Vec<&'static str> {
 fn of_tensor_parallel(error: &merak_tp::Error) -> Vec<&'static str> {
     use merak_tp::Error as E;
     match error {
-        E::BothKinds { .. } | E::IncompleteLists { .. } => {
+        E::BothKinds { .. } | E::IncompleteLists { .. } | E::NoDimension { .. } => {
             vec![
                 "tp_layer_lists.col_para_list",
                 "tp_layer_lists.row_para_list",
+                "tp_layer_lists.input_output_mapping",
+                "tp_layer_lists.weight_change_list",
+                "tp_layer_lists.conv_para_list",
             ]
         }
         E::Sequence { .. } => vec!["seq_length", "sequence_parallel", "tp"],
@@ -226,6 +229,7 @@ fn of_tensor_parallel(error: &merak_tp::Error) -> Vec<&'static str> {
         | E::Heads { .. }
         | E::KvHeads { .. }
         | E::NothingMatched { .. }
+        | E::NothingToSplit { .. }
         | E::NoLists { .. } => vec!["tp"],
         _ => Vec::new(),
     }

@@ -1,14 +1,14 @@
 //! The part of a plan that does not depend on costs: the graph of a rank, in segments.
 
 use crate::{
-    config::{BackendChoice, CheckedArguments, InputPath},
+    config::{BackendChoice, CheckedArguments, InputPath, given_list},
     error::{Error, PlanError, Result},
     plan::{BASE_NAME, CustomLoss, Lora, LossCount, LossFn, loss::WithLoss},
 };
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{SegmentOptions, Segments, segment};
-use merak_tp::{LayerLists, Options, Sequence, rewrite_with};
+use merak_tp::{Choice, LayerLists, Options, Sequence, auto_lists, rewrite_with};
 use merak_trace::{
     Graph, Param,
     models::{self, Head, Model, ModelInfo, TraceOptions},
@@ -71,10 +71,7 @@ pub struct Draft {
     pub lora: Option<Lora>,
     /// What a microbatch's loss is divided by.
     pub loss_count: LossCount,
-    pub(super) lists: LayerLists,
-    /// The dimension of hidden states that tensor ranks share between the split regions, if they
-    /// do.
-    pub(super) sequence_dim: Option<usize>,
+    pub(super) split: Options,
     /// The element type in which weights are kept, where nodes compute in another: under an adapter
     /// the frozen ones.
     pub(super) kept: Option<DType>,
@@ -120,14 +117,16 @@ impl Draft {
             target_seq: lengths.target,
             ..TraceOptions::training(args.per_device_train_batch_size, lengths.input)
         };
-        let lists = LayerLists::resolve(inputs.lists.as_ref(), info.family, args.tp)?;
         let traced = model.trace(&trace)?;
+        let (lists, choices) = chosen(&traced, inputs, args, info.family)?;
+        let split = Options::new(args.tp)
+            .with_lists(lists)
+            .with_vocab(args.parallel_vocab.then_some(info.vocab_size))
+            .with_sequence(sequence(args));
         let adapted = with_adapter(traced, inputs.lora.clone(), info.family, kept);
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
-        let sequence_dim = args.sequence_parallel.then_some(args.sequence_dim);
-        let sequence = sequence_dim.map_or(Sequence::Whole, |dim| Sequence::Cut { dim });
-        let split = Options::new(args.tp).with_sequence(sequence);
-        let rewritten = rewrite_with(&graph, &lists, &split)?;
+        let mut rewritten = rewrite_with(&graph, &split)?;
+        rewritten.report.choices = choices;
         let options = SegmentOptions {
             method: args.split_method,
             target_segments: args.shard_count,
@@ -152,8 +151,7 @@ impl Draft {
                 .as_ref()
                 .map(|loss| loss.count)
                 .unwrap_or_default(),
-            lists,
-            sequence_dim,
+            split,
             kept,
             trace,
         };
@@ -260,12 +258,44 @@ fn keep(graph: &mut Graph, kept: Option<DType>, which: impl Fn(&Param) -> bool) 
     }
 }
 
+/// The layers that are split: those that are chosen for the model where `tp_layer_lists` is "auto",
+/// with the reasons, else those that were set, else those of its family.
+fn chosen(
+    model: &Graph,
+    inputs: &PlanInputs,
+    args: &CheckedArguments,
+    family: &str,
+) -> Result<(LayerLists, Vec<Choice>)> {
+    if args.tp_layer_lists.auto && args.tp > 1 {
+        let auto = auto_lists(model, args.tp)?;
+        return Ok((auto.lists, auto.choices));
+    }
+    let lists = LayerLists::resolve(inputs.lists.as_ref(), family, args.tp)?;
+    Ok((lists, Vec::new()))
+}
+
+/// How values between the split regions lie.
+fn sequence(args: &CheckedArguments) -> Sequence {
+    if !args.sequence_parallel {
+        return Sequence::Whole;
+    }
+    Sequence::Cut {
+        dim: args.sequence_dim,
+    }
+}
+
 /// The lists of `tp_layer_lists`, if one of them is set.
 fn given_lists(args: &CheckedArguments) -> Option<LayerLists> {
     let given = &args.tp_layer_lists;
-    let is_set = given.col_para_list.is_some() || given.row_para_list.is_some();
-    is_set.then(|| {
-        let list = |list: &Option<Vec<String>>| list.clone().unwrap_or_default();
-        LayerLists::col_row(list(&given.col_para_list), list(&given.row_para_list))
+    given_list(given)?;
+    let list = |list: &Option<Vec<String>>| list.clone().unwrap_or_default();
+    let mapping = given.input_output_mapping.iter().flatten();
+    let slices = given.weight_change_list.iter().flatten();
+    Some(LayerLists {
+        input_output_mapping: mapping.map(|ratio| ratio.0).collect(),
+        weight_change_list: slices.map(|slice| (slice.0.clone(), slice.1)).collect(),
+        tp_attr_list: list(&given.tp_attr_list),
+        conv_para_list: list(&given.conv_para_list),
+        ..LayerLists::col_row(list(&given.col_para_list), list(&given.row_para_list))
     })
 }

@@ -24,24 +24,32 @@ impl ForwardOutput {
         self != Self::Logits
     }
 
-    /// Marks what is given beside the loss. Nodes are added behind the others alone, so that cuts
-    /// of the graph stay where they are.
+    /// Marks the logits of a model that is not rewritten yet, so that they are gathered where the
+    /// vocabulary is split. A node is added behind the others alone, so that cuts of the graph stay
+    /// where they are.
+    ///
+    /// # Errors
+    /// [`PlanError::NoLogits`] where the loss is not made of logits.
+    pub(super) fn add_logits_to(self, model: &mut Graph) -> Result<()> {
+        if self != Self::LossAndLogits {
+            return Ok(());
+        }
+        let logits = logits(model)?;
+        copy_out(model, "logits", logits)
+    }
+
+    /// Marks the hidden states of a rewritten graph, of which the head has all. A node is added
+    /// behind the others alone.
     ///
     /// # Errors
     /// [`PlanError::NoLogits`] where the loss is not made of logits, or these not by a linear
     /// layer.
-    pub(super) fn add_to(self, graph: &mut Graph) -> Result<()> {
-        match self {
-            Self::Loss | Self::Logits => Ok(()),
-            Self::LossAndLogits => {
-                let logits = logits(graph)?;
-                copy_out(graph, "logits", logits)
-            }
-            Self::LossAndHidden => {
-                let hidden = hidden(graph)?;
-                copy_out(graph, "hidden", hidden)
-            }
+    pub(super) fn add_hidden_to(self, graph: &mut Graph) -> Result<()> {
+        if self != Self::LossAndHidden {
+            return Ok(());
         }
+        let hidden = hidden(graph)?;
+        copy_out(graph, "hidden", hidden)
     }
 }
 
@@ -55,7 +63,7 @@ fn copy_out(graph: &mut Graph, name: &str, value: ValueId) -> Result<()> {
 /// The logits of the cross-entropy, or those that a custom loss begins with.
 fn logits(graph: &Graph) -> Result<ValueId> {
     let makes_loss = |node: &&Node| match node.op {
-        Op::CrossEntropy { .. } => true,
+        Op::CrossEntropy { .. } | Op::VocabLoss { .. } => true,
         Op::Identity => node.scope.rsplit('.').next() == Some(SCOPE),
         _ => false,
     };

@@ -86,9 +86,15 @@ fn other_value(name: &str) -> Value {
         }
         "adapter_name" => json!("mine"),
         "metric_for_best_model" => json!("eval_accuracy"),
-        "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
+        "custom_split_points"
+        | "tp_layer_lists.col_para_list"
+        | "tp_layer_lists.row_para_list"
+        | "tp_layer_lists.tp_attr_list"
+        | "tp_layer_lists.conv_para_list" => {
             json!(["c_attn", "c_fc"])
         }
+        "tp_layer_lists.input_output_mapping" => json!([[1, 3, "col"], [4, 1, "row"]]),
+        "tp_layer_lists.weight_change_list" => json!([["wpe", 1]]),
         "report_to" => json!("tensorboard"),
         "save" | "greater_is_better" => json!(true),
         "stop_strings" => json!(["end"]),
@@ -229,6 +235,7 @@ loss_scale_window = 1000
 hysteresis = 2
 min_loss_scale = 1
 no_tie_modules = false
+parallel_vocab = false
 zero_stage = 1
 zero_allow_untested_optimizer = false
 zero_allgather_bucket_size = 500000000
@@ -343,8 +350,13 @@ compute.units = "matrix"
 autopipe.micro_batches = null
 autopipe.comm_cost = null
 autopipe.memory_limit = null
+tp_layer_lists.auto = false
 tp_layer_lists.col_para_list = null
 tp_layer_lists.row_para_list = null
+tp_layer_lists.input_output_mapping = null
+tp_layer_lists.weight_change_list = null
+tp_layer_lists.tp_attr_list = null
+tp_layer_lists.conv_para_list = null
 "#);
 }
 
@@ -479,6 +491,7 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.toml", "tp = 1.5\n")), @r#""tp" expects an integer of at least 1, found 1.5 (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "learning_rate = inf\n")), @r#""learning_rate" expects a number of at least 0, found "inf" (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false or none, found "yes" (merak.json:1)"#);
+    assert_snapshot!(message(load_line("--tp_layer_lists=atuo")), @r#""tp_layer_lists" expects "auto" or a table of "tp_layer_lists.auto", "tp_layer_lists.col_para_list", .., found "atuo" (command line --tp_layer_lists)"#);
     assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table of "data.path", "data.format", .., found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 1, found "many" (environment MERAK_PP)"#);
     assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam, sgd, adafactor, lamb, lion or muon, found "adamw" (command line --optim); did you mean "adamw_torch"?"#);

@@ -124,11 +124,18 @@ impl Node<'_> {
             (Op::RmsNormGradParams, [dw]) => {
                 kernels::rms_norm_grad_params(threads, &x(0)?, &x(1)?, &x(2)?, dw);
             }
-            (Op::EmbeddingGrad { rows, padding }, [table]) => {
+            (
+                Op::EmbeddingGrad {
+                    rows,
+                    padding,
+                    slice,
+                },
+                [table],
+            ) => {
                 let ids = elements::<i64>(&inputs[0])?;
                 let rows = TableRows {
                     padding: *padding,
-                    ..TableRows::all(*rows)
+                    ..self.table_rows(*rows, *slice)
                 };
                 kernels::embedding_grad(threads, &rows, &x(1)?, &ids, table)
                     .map_err(|e| self.kernel_error(e))?;

@@ -70,14 +70,26 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
         Op::Rope(rope) => in_float!(node, rope(&inputs, rope)),
         Op::Attention(spec) => in_float!(node, attention(&inputs, spec)),
         Op::AttentionGrad(spec) => in_float!(node, attention_grad(&inputs, spec)),
-        Op::Embedding { .. } => in_float!(node, embedding(&inputs)),
+        Op::Embedding { slice, .. } => in_float!(node, embedding(&inputs, *slice)),
         // The loss is always f64, so the type of its operands decides.
         Op::CrossEntropy { label_smoothing } => {
             in_float!(node in inputs[0].ty().dtype, cross_entropy(&inputs, *label_smoothing))
         }
         Op::SumAll => in_float!(node in inputs[0].ty().dtype, sum_all(&inputs)),
-        Op::CrossEntropyGrad { label_smoothing } => {
-            in_float!(node, cross_entropy_grad(inputs, *label_smoothing))
+        Op::CrossEntropyGrad {
+            label_smoothing,
+            slice,
+        } => in_float!(node, cross_entropy_grad(inputs, *label_smoothing, *slice)),
+        Op::VocabMax { slice } => in_float!(node, vocab_max(&inputs, *slice)),
+        Op::VocabSums {
+            label_smoothing,
+            slice,
+        } => in_float!(node, vocab_sums(&inputs, *label_smoothing, *slice)),
+        Op::VocabLoss {
+            label_smoothing,
+            slice,
+        } => {
+            in_float!(node in inputs[0].ty().dtype, vocab_loss(&inputs, *label_smoothing, *slice))
         }
         Op::SumAllGrad => in_float!(node, sum_all_grad(&inputs)),
         Op::LayerNormGradParams

@@ -61,7 +61,11 @@ fn add_in_place(
             Ok(true)
         }
         // On a device `index_add` uses any order; the kernel of the gradient sorts the rows.
-        Op::EmbeddingGrad { padding: None, .. } if node.backend.is_cpu() => {
+        Op::EmbeddingGrad {
+            padding: None,
+            slice: None,
+            ..
+        } if node.backend.is_cpu() => {
             let (ids, dy) = (x(0)?, x(1)?);
             let mut sum = matrix(node, store, target)?;
             let mut added = || -> Outcome {

@@ -53,8 +53,24 @@ pub(super) fn run(backend: &Tch, call: Call<'_>, inputs: Vec<Value>) -> Result<V
             let ty = node.ty(0);
             one(Tensor::f_zeros(shape_of(ty), (kind_of(ty)?, device)))
         }
-        Op::Embedding { .. } => one(Tensor::f_embedding(x(1)?, x(0)?, -1, false, false)),
-        Op::EmbeddingGrad { rows, padding } => {
+        Op::Embedding { slice: None, .. } => {
+            one(Tensor::f_embedding(x(1)?, x(0)?, -1, false, false))
+        }
+        Op::Embedding {
+            slice: Some(slice), ..
+        } => Ok(vec![node.vocab_embedding(&inputs, *slice)?]),
+        Op::EmbeddingGrad {
+            rows,
+            padding,
+            slice: Some(slice),
+        } => Ok(vec![
+            node.vocab_embedding_grad(&inputs, *rows, *padding, *slice)?,
+        ]),
+        Op::EmbeddingGrad {
+            rows,
+            padding,
+            slice: None,
+        } => {
             // No row has number -1.
             let (rows, padding) = (int(*rows), padding.map_or(-1, int));
             let (dy, ids) = (x(1)?, x(0)?);
@@ -90,7 +106,27 @@ pub(super) fn run(backend: &Tch, call: Call<'_>, inputs: Vec<Value>) -> Result<V
         Op::CrossEntropy { label_smoothing } => {
             node.at(loss::cross_entropy(x(0)?, x(1)?, *label_smoothing))
         }
-        Op::CrossEntropyGrad { label_smoothing } => {
+        Op::CrossEntropyGrad {
+            label_smoothing,
+            slice: Some(slice),
+        } => Ok(vec![node.vocab_loss_grad(
+            &inputs,
+            *label_smoothing,
+            *slice,
+        )?]),
+        Op::VocabMax { slice } => Ok(vec![node.vocab_max(&inputs, *slice)?]),
+        Op::VocabSums {
+            label_smoothing,
+            slice,
+        } => Ok(vec![node.vocab_sums(&inputs, *label_smoothing, *slice)?]),
+        Op::VocabLoss {
+            label_smoothing,
+            slice,
+        } => node.vocab_loss(&inputs, *label_smoothing, *slice),
+        Op::CrossEntropyGrad {
+            label_smoothing,
+            slice: None,
+        } => {
             let operands = [x(0)?, x(1)?, x(3)?];
             one(loss::cross_entropy_grad(operands, *label_smoothing))
         }

@@ -298,7 +298,7 @@ fn paths_and_sizes_name_their_key_and_its_place() {
     assert_snapshot!(place.mistake("train bad.toml --num_heads none"), @r#"error: cannot read nowhere, which "data.path" names (bad.toml:9): No such file or directory (os error 2)"#);
     assert_snapshot!(place.mistake("train merak.toml --hidden_size 15"), @r#"error: model configuration: n_head: is 2, which does not divide the width 15 ("hidden_size", command line --hidden_size)"#);
     assert_snapshot!(place.mistake("train merak.toml --model.config none --model.hf_dir text"), @r#"error: cannot read text/config.json, which "model.hf_dir" names (command line --model.hf_dir): No such file or directory (os error 2)"#);
-    assert_snapshot!(place.mistake("trace model.json --tp 3"), @r#"error: transformer.h.0.attn.c_attn: 16 output features cannot be split over tp = 3 (input_output_mapping, entry 1: inputs to outputs 1:3, column-parallel): choose "tp" among 1, 2 (command line --tp)"#);
+    assert_snapshot!(place.mistake("trace model.json --tp 3"), @r#"error: transformer.h.0.attn.c_attn: 16 output features cannot be split over tp = 3 (col_para_list "attn.c_attn"): choose "tp" among 1, 2 (command line --tp)"#);
     place.write(
         "lines.yaml",
         "output_dir: run\ndata:\n  path: text\n  formt: text\n",

@@ -31,6 +31,16 @@ const SAMPLES: usize = 13;
 
 const TOPOLOGIES: [(usize, usize, usize); 4] = [(2, 1, 1), (1, 2, 1), (1, 1, 4), (2, 2, 2)];
 
+/// With slices of the vocabulary, and of sequences of a length that the ranks divide.
+fn cut(model: &str, case: &Case) -> Vec<(Case, &'static str)> {
+    let vocab = case.clone().on((2, 2, 2)).with("parallel_vocab", true);
+    let mut cut = vec![(vocab.clone(), "vocabulary")];
+    if ["gpt2", "bert", "t5"].contains(&model) {
+        cut.push((vocab.with("sequence_parallel", true), "both"));
+    }
+    cut
+}
+
 fn predict(case: &Case, kind: Option<PredictionKind>) -> PredictionOutput {
     let data = First(SAMPLES, Arc::clone(&case.data));
     let mut ranks = case.on_ranks(|trainer| match kind {
@@ -125,6 +135,9 @@ fn probabilities_and_losses_are_those_of_the_evaluation_on_every_topology() {
             let many = predict(&case.clone().on(degrees), None);
             assert_close(&many, &alone, &format!("{model} on {degrees:?}"));
         }
+        for (cut, how) in cut(model, &case) {
+            assert_close(&predict(&cut, None), &alone, &format!("{model}, {how}"));
+        }
     }
 }
 
@@ -141,6 +154,10 @@ fn embeddings_and_logits_have_the_shapes_of_the_model() {
         for degrees in [(2, 1, 2), (1, 2, 4)] {
             let many = predict(&case.clone().on(degrees), Some(PredictionKind::Embeddings));
             assert_close(&many, &alone, &format!("{model} on {degrees:?}"));
+        }
+        for (cut, how) in cut(model, &case) {
+            let many = predict(&cut, Some(PredictionKind::Embeddings));
+            assert_close(&many, &alone, &format!("{model}, {how}"));
         }
     }
     let (_, classes) = models().swap_remove(1);

@@ -52,6 +52,19 @@ fn tensor_parallel_ranks_train_every_family_like_one() {
 }
 
 #[test]
+fn layers_that_are_chosen_or_named_in_other_lists_train_like_one_rank() {
+    let auto = Case::llama().with("tp_layer_lists", "auto");
+    check_on(&auto, &[(1, 2, 1), (1, 2, 2)], 8);
+    let ratios = r#"[[1, 3, "col"], [1, 1, "row"], [1, 4, "col"], [4, 1, "row"]]"#;
+    let mapped = Case::gpt2().with("input_output_mapping", ratios);
+    let slices = r#"[["c_attn", 0], ["c_proj", 1], ["c_fc", 0], ["wpe", 1]]"#;
+    let sliced = Case::gpt2().with("weight_change_list", slices);
+    for case in [mapped, sliced] {
+        check_on(&case, &[(1, 2, 2)], 8);
+    }
+}
+
+#[test]
 fn zero_1_has_the_bits_of_zero_0() {
     for degrees in [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)] {
         for tied in [true, false] {

@@ -1,0 +1,76 @@
+//! What a rewrite is asked for.
+
+use crate::LayerLists;
+
+/// How values between the split regions lie on the ranks of the tensor axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sequence {
+    /// Every rank has all of them.
+    #[default]
+    Whole,
+    /// Each rank has a slice of the dimension that holds the sequence: 1 for hidden states
+    /// `[batch, sequence, width]`, 0 for `[sequence, batch, width]`.
+    Cut {
+        /// The dimension.
+        dim: usize,
+    },
+    /// Every rank has all of them, in a graph with the nodes of [`Sequence::Cut`] one for one: for
+    /// sequences of any length, which take the stages of a training as they are.
+    WholeLikeCut {
+        /// The dimension that is cut there.
+        dim: usize,
+    },
+}
+
+/// What is split, over how many ranks, and how values between the split regions lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Options {
+    /// Ranks of the tensor axis.
+    pub degree: usize,
+    /// Layers that are split.
+    pub lists: LayerLists,
+    /// Entries of a vocabulary that is split too: tables with as many rows in which ids of an input
+    /// are looked up, and output layers with as many features. Every rank has room for the same
+    /// number of entries; padding makes up where the degree does not divide them.
+    pub vocab: Option<usize>,
+    /// How values between the split regions lie.
+    pub sequence: Sequence,
+}
+
+impl Options {
+    /// A split over `degree` ranks: of no layer yet, nor of a vocabulary, with whole values between
+    /// the regions.
+    pub fn new(degree: usize) -> Self {
+        Self {
+            degree,
+            lists: LayerLists::default(),
+            vocab: None,
+            sequence: Sequence::Whole,
+        }
+    }
+
+    /// The same with the layers of these lists.
+    #[must_use]
+    pub fn with_lists(self, lists: LayerLists) -> Self {
+        Self { lists, ..self }
+    }
+
+    /// The same with a vocabulary of so many entries, if any.
+    #[must_use]
+    pub fn with_vocab(self, vocab: impl Into<Option<usize>>) -> Self {
+        let vocab = vocab.into();
+        Self { vocab, ..self }
+    }
+
+    /// The same with another placement of the values between the regions.
+    #[must_use]
+    pub fn with_sequence(self, sequence: Sequence) -> Self {
+        Self { sequence, ..self }
+    }
+
+    /// The same over another number of ranks.
+    #[must_use]
+    pub fn with_degree(self, degree: usize) -> Self {
+        Self { degree, ..self }
+    }
+}

@@ -1,0 +1,92 @@
+//! Lookups in a table whose rows are cut, and the loss of logits whose classes are cut, after
+//! [Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), section 3.
+
+use super::{Need, NodePlacement, Site, sequence};
+use crate::{Result, rewriter::Rewriter};
+use merak_trace::{
+    Axis, Op, Placement, Shard, ValueId,
+    op::{AxisSlice, Reduction},
+};
+use std::sync::Arc;
+
+/// Each rank looks up the ids of its rows, and has zeros for others: the result is a sum. Where the
+/// rows are not cut, the sequence may be.
+pub(super) fn embedding(site: &Site<'_>, padding: Option<usize>) -> Result<NodePlacement> {
+    let rows = site.types[1].shape[0];
+    let of_rows = Shard {
+        dim: 0,
+        parts: vec![rows],
+    };
+    if site.role.is_none() && site.shard(1) != Some(&of_rows) {
+        return sequence::lookup(site);
+    }
+    let slice = Some(AxisSlice {
+        axis: Axis::Tensor,
+        dim: 0,
+        full: rows,
+    });
+    Ok(NodePlacement::new(
+        [Need::Whole, Need::Cut(of_rows)],
+        Op::Embedding { padding, slice },
+        [Placement::Partial],
+    ))
+}
+
+/// Every rank computes the loss from sums over the classes of all, which the rewriter adds before
+/// it. Where each has all classes of its tokens, it sums their losses.
+pub(super) fn cross_entropy(site: &Site<'_>, label_smoothing: f64) -> NodePlacement {
+    let last = site.types[0].ndim() - 1;
+    let Some(shard) = site.shard(0) else {
+        return site.whole();
+    };
+    if shard.dim != last {
+        return sequence::cross_entropy(site);
+    }
+    let [full] = shard.parts[..] else {
+        return site.whole();
+    };
+    let slice = AxisSlice {
+        axis: Axis::Tensor,
+        dim: last,
+        full,
+    };
+    let op = Op::VocabLoss {
+        label_smoothing,
+        slice,
+    };
+    NodePlacement::new(
+        [Need::Cut(shard.clone()), Need::Whole],
+        op,
+        [Placement::Replicate, Placement::Replicate],
+    )
+}
+
+impl Rewriter<'_> {
+    /// The largest logit of each row over all ranks, and the sums of all ranks, from the operands
+    /// of a loss.
+    ///
+    /// # Communication
+    /// Two all-reduces over the tensor axis, of 4 bytes a row, and of 8 bytes, or of 12 under label
+    /// smoothing.
+    pub(crate) fn vocab_sums(
+        &mut self,
+        scope: &Arc<str>,
+        operands: [ValueId; 2],
+        label_smoothing: f64,
+        slice: AxisSlice,
+    ) -> Result<[ValueId; 2]> {
+        let [logits, labels] = operands;
+        let joined = |op| Op::AllReduce {
+            axis: slice.axis,
+            op,
+        };
+        let own = self.add(scope, Op::VocabMax { slice }, vec![logits])?;
+        let max = self.add(scope, joined(Reduction::Max), own)?[0];
+        let sums = Op::VocabSums {
+            label_smoothing,
+            slice,
+        };
+        let own = self.add(scope, sums, vec![logits, labels, max])?;
+        Ok([max, self.add(scope, joined(Reduction::Sum), own)?[0]])
+    }
+}

@@ -1,0 +1,183 @@
+//! Parameters that are sliced by name, and kernels of convolutions.
+
+use crate::{
+    Error, LayerLists, Result, SplitKind,
+    error::divisors,
+    matching::{self, Layer, Matches, Role},
+    rewriter::Rewriter,
+};
+use merak_trace::{Axis, Graph, Node, Op, ParamId, Placement, Shard};
+use std::collections::BTreeMap;
+
+/// Dimension of the input channels of a kernel, `[out, in, height, width]`.
+const CHANNELS: usize = 1;
+
+/// The kernel of a convolution of patches that do not overlap, which is a linear layer whose matrix
+/// is a kernel in another shape.
+pub(crate) fn kernel(model: &Graph, layer: &Node) -> Option<ParamId> {
+    let made = model.node(model.producer(layer.inputs[1])?);
+    let param = model.param_of(*made.inputs.first()?)?;
+    let is_kernel = matches!(made.op, Op::Reshape { .. }) && model.param(param).full.ndim() == 4;
+    is_kernel.then_some(param)
+}
+
+/// Adds the roles and slices of `weight_change_list`, and the slices of kernels that
+/// `conv_para_list` matched.
+///
+/// # Errors
+/// [`Error::Indivisible`], [`Error::NoDimension`], [`Error::BothKinds`].
+pub(crate) fn find(
+    model: &Graph,
+    lists: &LayerLists,
+    degree: usize,
+    layers: &[Layer<'_>],
+    matches: &mut Matches,
+) -> Result<()> {
+    let users = model.users();
+    for (name, dim) in &lists.weight_change_list {
+        let list = format!("weight_change_list [{name:?}, {dim}]");
+        let named = layers
+            .iter()
+            .filter(|layer| layer.node.scope.contains(name.as_str()));
+        let mut found = false;
+        for layer in named {
+            found = true;
+            let kind = match dim {
+                0 => SplitKind::Col,
+                1 => SplitKind::Row,
+                _ => return Err(no_dimension(&layer.node.scope, 2, *dim, list)),
+            };
+            let role = Role {
+                kind,
+                list: list.clone(),
+                parts: matching::parts(model, &users, layer),
+                pads: false,
+            };
+            add(layer, role, matches)?;
+        }
+        if !found {
+            found = slice_params(model, (name, *dim), degree, &list, matches)?;
+        }
+        if !found {
+            matches.unmatched.push(list);
+        }
+    }
+    for layer in layers {
+        let role = matches.roles.get(&layer.id);
+        if let (Some(kernel), Some(role)) = (layer.kernel, role)
+            && role.list.starts_with("conv_para_list")
+        {
+            let list = role.list.clone();
+            slice(model, kernel, CHANNELS, degree, &list, matches)?;
+        }
+    }
+    Ok(())
+}
+
+/// Gives a layer its role, unless another list splits it the other way.
+fn add(layer: &Layer<'_>, role: Role, matches: &mut Matches) -> Result<()> {
+    match matches.roles.get(&layer.id) {
+        Some(known) if known.kind != role.kind => {
+            let (col, row) = if known.kind == SplitKind::Col {
+                (known, &role)
+            } else {
+                (&role, known)
+            };
+            Err(Error::BothKinds {
+                module: layer.node.scope.to_string(),
+                col: col.list.clone(),
+                row: row.list.clone(),
+            })
+        }
+        Some(_) => Ok(()),
+        None => {
+            matches.roles.insert(layer.id, role);
+            Ok(())
+        }
+    }
+}
+
+/// Slices the parameters `name` and `name.weight` of any module; whether there are some.
+fn slice_params(
+    model: &Graph,
+    (name, dim): (&str, usize),
+    degree: usize,
+    list: &str,
+    matches: &mut Matches,
+) -> Result<bool> {
+    let mut found = false;
+    for param in model.params() {
+        let path = param.name.strip_suffix(".weight").unwrap_or(&param.name);
+        if path.ends_with(name)
+            && let Some(id) = model.find_param(&param.name)
+        {
+            slice(model, id, dim, degree, list, matches)?;
+            found = true;
+        }
+    }
+    Ok(found)
+}
+
+/// Slices a parameter.
+fn slice(
+    model: &Graph,
+    id: ParamId,
+    dim: usize,
+    degree: usize,
+    list: &str,
+    matches: &mut Matches,
+) -> Result<()> {
+    let param = model.param(id);
+    let shape = &param.full.shape;
+    let Some(&size) = shape.get(dim) else {
+        return Err(no_dimension(&param.name, shape.len(), dim, list.to_owned()));
+    };
+    if !size.is_multiple_of(degree) {
+        return Err(Error::Indivisible {
+            module: param.name.clone(),
+            size,
+            what: if dim == CHANNELS && shape.len() == 4 {
+                "input channels"
+            } else {
+                "slices"
+            },
+            degree,
+            list: list.to_owned(),
+            legal: divisors(size),
+        });
+    }
+    let parts = vec![size];
+    matches.slices.insert(id, Shard { dim, parts });
+    Ok(())
+}
+
+fn no_dimension(module: &str, dims: usize, dim: usize, list: String) -> Error {
+    Error::NoDimension {
+        module: module.to_owned(),
+        dims: match dims {
+            0 => "no dimension".to_owned(),
+            1 => "dimension 0 alone".to_owned(),
+            _ => format!("dimensions 0 to {}", dims - 1),
+        },
+        dim,
+        list,
+    }
+}
+
+impl Rewriter<'_> {
+    /// Places the parameters that are sliced whatever uses them, before anything does.
+    pub(crate) fn slice(&mut self, slices: &BTreeMap<ParamId, Shard>) {
+        let placed = self.placed.iter_mut();
+        for (value, placed) in placed {
+            let shard = self.model.param_of(*value).and_then(|id| slices.get(&id));
+            let (Some(shard), Some(id)) = (shard, self.graph.param_of(placed.value)) else {
+                continue;
+            };
+            placed.placement = Placement::Shard(shard.clone());
+            placed.is_fixed = true;
+            let placement = placed.placement.clone();
+            self.graph
+                .place_param(id, Axis::Tensor, placement, self.degree);
+        }
+    }
+}
