@@ -191,7 +191,9 @@ impl Rewriter<'_> {
     ) -> Result<ValueId> {
         let placed = &self.placed[&value];
         let from = match placed.placement.as_shard() {
-            Some(have) if have.dim != shard.dim && self.form(value, &Need::Whole).is_none() => {
+            Some(have)
+                if have.dim != shard.dim && self.can_turn(value, have, (shard, along_sequence)) =>
+            {
                 (have.clone(), placed.along_sequence, placed.value)
             }
             _ => {
@@ -213,6 +215,16 @@ impl Rewriter<'_> {
             Op::AllToAll { axis, from, to }
         };
         Ok(self.add(scope, op, vec![local])?[0])
+    }
+
+    /// Whether slices of one dimension become slices of another without the whole value: unless it
+    /// is there already, or padding is among them, which a sequence never has.
+    fn can_turn(&self, value: ValueId, from: &Shard, to: (&Shard, bool)) -> bool {
+        let pads = |shard: &Shard| !shard.parts.iter().all(|n| n.is_multiple_of(self.degree));
+        let from = (from, self.placed[&value].along_sequence);
+        let mut cuts = [from, to].into_iter();
+        self.form(value, &Need::Whole).is_none()
+            && cuts.all(|(shard, along_sequence)| along_sequence || !pads(shard))
     }
 
     fn scatter(
