@@ -40,9 +40,8 @@ fn reshaped(shard: &Shard, from: &[usize], to: &[usize], degree: usize) -> Optio
     for part in &shard.parts {
         // Padding keeps its place only in the same dimension.
         let is_same = inner == step;
-        if !is_same
-            && !(part.is_multiple_of(degree) && (part / degree * inner).is_multiple_of(step))
-        {
+        let is_even = part.is_multiple_of(degree) && (part / degree * inner).is_multiple_of(step);
+        if !is_same && !is_even {
             return None;
         }
         parts.push(part * inner / step);

@@ -123,16 +123,19 @@ impl Shapes<'_> {
             // From here on, per element of the first operand.
             Op::Activation(kind) => per_element(*kind) * self.x(0),
             Op::ActivationGrad(kind) => 2 * per_element(*kind) * self.x(0),
-            Op::Add | Op::Mul | Op::Scale { .. } | Op::SumLeading { .. } | Op::SumAll => self.x(0),
+            Op::Add
+            | Op::Mul
+            | Op::Scale { .. }
+            | Op::SumLeading { .. }
+            | Op::SumAll
+            | Op::VocabMax { .. } => self.x(0),
             Op::Dropout(_) | Op::InverseRoot => 2 * self.x(0),
-            Op::Rope(_) | Op::RmsNormGradParams => 3 * self.x(0),
+            Op::Rope(_) | Op::RmsNormGradParams | Op::VocabSums { .. } => 3 * self.x(0),
             Op::RmsNorm { .. }
             | Op::Softmax
             | Op::SoftmaxGrad
             | Op::CrossEntropy { .. }
             | Op::CrossEntropyGrad { .. } => 4 * self.x(0),
-            Op::VocabMax { .. } => self.x(0),
-            Op::VocabSums { .. } => 3 * self.x(0),
             Op::VocabLoss { .. } => 4 * self.x(2),
             Op::LayerNormGradParams | Op::SiluMul => 5 * self.x(0),
             Op::LayerNorm { .. } | Op::RmsNormGradInput => 8 * self.x(0),

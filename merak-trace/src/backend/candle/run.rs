@@ -37,6 +37,7 @@ macro_rules! in_float {
 }
 
 /// Runs a node.
+#[expect(clippy::too_many_lines, reason = "an entry per operation")]
 pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
     let node = Node { backend, call };
     match call.op {
