@@ -77,6 +77,8 @@ fn other_value(name: &str) -> Value {
         "output_dir"
         | "cost_cache"
         | "data.path"
+        | "data.validation_path"
+        | "data.chat_template"
         | "model.config"
         | "model.hf_dir"
         | "lora_config"
@@ -84,6 +86,7 @@ fn other_value(name: &str) -> Value {
         | "distributed.nccl_library" => {
             json!("/data/some")
         }
+        "data.mixture" => json!([{ "path": "/data/some", "weight": 0.7 }]),
         "adapter_name" => json!("mine"),
         "metric_for_best_model" => json!("eval_accuracy"),
         "custom_split_points"
@@ -171,7 +174,10 @@ fn processes_compare_all_keys_but_those_of_one_host() {
             "model.config",
             "model.hf_dir",
             "data.path",
+            "data.mixture",
+            "data.validation_path",
             "data.tokenizer",
+            "data.chat_template",
             "distributed.nccl_library"
         ]
     );
@@ -325,14 +331,22 @@ top_p = 0.9
 min_p = 0.0
 use_cache = true
 repetition_penalty = 1.0
+no_repeat_ngram_size = 0
+min_new_tokens = null
+num_beams = 1
+length_penalty = 1.0
+early_stopping = false
 stop_strings = null
 eos_token_id = null
 pad_token_id = null
 model.config = null
 model.hf_dir = null
 data.path = null
+data.mixture = null
+data.validation_path = null
 data.format = "text"
 data.tokenizer = "bytes"
+data.chat_template = null
 data.validation_fraction = 0.05
 data.max_bytes = null
 data.skip_binary = false
@@ -492,7 +506,7 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.toml", "learning_rate = inf\n")), @r#""learning_rate" expects a number of at least 0, found "inf" (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false or none, found "yes" (merak.json:1)"#);
     assert_snapshot!(message(load_line("--tp_layer_lists=atuo")), @r#""tp_layer_lists" expects "auto" or a table of "tp_layer_lists.auto", "tp_layer_lists.col_para_list", .., found "atuo" (command line --tp_layer_lists)"#);
-    assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table of "data.path", "data.format", .., found 3 (merak.toml:1)"#);
+    assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table of "data.path", "data.mixture", .., found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 1, found "many" (environment MERAK_PP)"#);
     assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam, sgd, adafactor, lamb, lion or muon, found "adamw" (command line --optim); did you mean "adamw_torch"?"#);
     assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v or auto, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);

@@ -118,7 +118,7 @@ fn generation_follows_the_models_folder_or_says_what_it_leaves_out() {
         "bad_words_ids": [[3]], "do_sample": true });
     assert_eq!(generate(beams, ""), free);
     let ended = place.merak(line);
-    let told = r#"not applied fields=["top_p", "bad_words_ids", "num_beams"]"#;
+    let told = r#"not applied fields=["num_beams", "top_p", "bad_words_ids"]"#;
     assert!(ended.stderr.contains(told), "{}", ended.stderr);
     place.write("hf/generation_config.json", r#"{ "eos_token_id": "5" }"#);
     insta::assert_snapshot!(place.mistake(line), @r#"error: cannot parse the model configuration hf/generation_config.json: `eos_token_id` is "5", expected a token's number or a list of them ("model.config", command line CHECKPOINT)"#);
