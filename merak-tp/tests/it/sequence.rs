@@ -139,18 +139,18 @@ fn a_layer_gathers_and_scatters_twice_and_its_norms_are_summed() {
     let expected =
         expected.chain(["ln_f.weight", "ln_f.bias"].map(|name| format!("transformer.{name}")));
     assert_eq!(summed, expected.collect::<Vec<_>>());
-    insta::assert_snapshot!(split.report.to_string(), @r"
+    insta::assert_snapshot!(split.report.to_string(), @r#"
     tensor parallel over 2 ranks: 4 layers split
-      col transformer.h.0.attn.c_attn  16 -> 48 in 3 parts  (input_output_mapping, entry 1: inputs to outputs 1:3, column-parallel)
-      row transformer.h.0.attn.c_proj  16 -> 16  (input_output_mapping, entry 2: inputs to outputs 1:1, row-parallel)
-      col transformer.h.0.mlp.c_fc     16 -> 64  (input_output_mapping, entry 3: inputs to outputs 1:4, column-parallel)
-      row transformer.h.0.mlp.c_proj   64 -> 16  (input_output_mapping, entry 4: inputs to outputs 4:1, row-parallel)
+      col transformer.h.0.attn.c_attn  16 -> 48 in 3 parts  (col_para_list "attn.c_attn")
+      row transformer.h.0.attn.c_proj  16 -> 16  (row_para_list "c_proj")
+      col transformer.h.0.mlp.c_fc     16 -> 64  (col_para_list "mlp.c_fc")
+      row transformer.h.0.mlp.c_proj   64 -> 16  (row_para_list "c_proj")
       forward all_gather: 2 per microbatch, 4096 bytes
       forward all_reduce: 1 per microbatch, 8 bytes
       forward reduce_scatter: 2 per microbatch, 4096 bytes
       backward all_gather: 2 per microbatch, 4096 bytes
       backward reduce_scatter: 2 per microbatch, 4096 bytes
-    ");
+    "#);
 }
 
 #[test]
