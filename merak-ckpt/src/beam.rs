@@ -64,8 +64,7 @@ pub fn generate_beams(
         let mut logits = logits.iter();
         for prompt in waiting {
             let mut candidates = Vec::new();
-            for row in search.rows(prompt) {
-                let logits = logits.next().expect("one for each row");
+            for (row, logits) in search.rows(prompt).iter().zip(&mut logits) {
                 candidates.extend(search.candidates(row.prompt, logits)?);
             }
             search.advance(prompt, candidates);

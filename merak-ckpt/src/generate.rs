@@ -248,70 +248,53 @@ impl Default for GenerateOptions {
 
 impl GenerateOptions {
     pub(crate) fn check(&self) -> Result<()> {
-        let check = |is_legal: bool, key, found: String, expected| {
-            if is_legal {
-                return Ok(());
-            }
-            Err(Error::InvalidOption {
+        let [temperature, top_p, min_p, penalty, power] = [
+            self.temperature,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.length_penalty,
+        ];
+        let count = |count: usize| (count > 0, count.to_string(), "at least 1");
+        let number = |is_legal, number: f64, expected| (is_legal, number.to_string(), expected);
+        let is_finite = |number: f64| number.is_finite();
+        let checks = [
+            ("max_new_tokens", count(self.max_new_tokens)),
+            (
+                "temperature",
+                number(
+                    is_finite(temperature) && temperature >= 0.0,
+                    temperature,
+                    "0 or more",
+                ),
+            ),
+            (
+                "top_p",
+                number(top_p > 0.0 && top_p <= 1.0, top_p, "more than 0, at most 1"),
+            ),
+            (
+                "min_p",
+                number((0.0..=1.0).contains(&min_p), min_p, "0 to 1"),
+            ),
+            (
+                "repetition_penalty",
+                number(is_finite(penalty) && penalty > 0.0, penalty, "more than 0"),
+            ),
+            ("num_beams", count(self.num_beams)),
+            (
+                "length_penalty",
+                number(is_finite(power), power, "a finite number"),
+            ),
+        ];
+        let illegal = checks.into_iter().find(|(_, (is_legal, ..))| !is_legal);
+        match illegal {
+            Some((key, (_, found, expected))) => Err(Error::InvalidOption {
                 key,
                 found,
                 expected,
-            })
-        };
-        let Self {
-            max_new_tokens,
-            temperature,
-            top_p,
-            min_p,
-            repetition_penalty,
-            num_beams,
-            length_penalty,
-            ..
-        } = self;
-        check(
-            *max_new_tokens > 0,
-            "max_new_tokens",
-            max_new_tokens.to_string(),
-            "at least 1",
-        )?;
-        let is_temperature = temperature.is_finite() && *temperature >= 0.0;
-        check(
-            is_temperature,
-            "temperature",
-            temperature.to_string(),
-            "0 or more",
-        )?;
-        check(
-            *top_p > 0.0 && *top_p <= 1.0,
-            "top_p",
-            top_p.to_string(),
-            "more than 0, at most 1",
-        )?;
-        check(
-            (0.0..=1.0).contains(min_p),
-            "min_p",
-            min_p.to_string(),
-            "0 to 1",
-        )?;
-        let is_penalty = repetition_penalty.is_finite() && *repetition_penalty > 0.0;
-        check(
-            is_penalty,
-            "repetition_penalty",
-            repetition_penalty.to_string(),
-            "more than 0",
-        )?;
-        check(
-            *num_beams > 0,
-            "num_beams",
-            num_beams.to_string(),
-            "at least 1",
-        )?;
-        check(
-            length_penalty.is_finite(),
-            "length_penalty",
-            length_penalty.to_string(),
-            "a finite number",
-        )
+            }),
+            None => Ok(()),
+        }
     }
 
     /// The prompts, each with the length at which it is full.

@@ -338,6 +338,11 @@ impl<'a> Rewriter<'a> {
                 .iter()
                 .map(|input| &self.placed[input].placement)
                 .collect(),
+            along_sequence: node
+                .inputs
+                .iter()
+                .map(|input| self.placed[input].along_sequence)
+                .collect(),
             results: node
                 .outputs
                 .iter()

@@ -37,6 +37,8 @@ pub(crate) struct Site<'a> {
     pub(crate) types: Vec<&'a TensorType>,
     /// How the operands lie; never partial.
     pub(crate) placements: Vec<&'a Placement>,
+    /// Whether each operand is cut along the sequence, which never has padding.
+    pub(crate) along_sequence: Vec<bool>,
     /// Whole types of the results.
     pub(crate) results: Vec<&'a TensorType>,
     /// Whether each result is used.
@@ -79,10 +81,13 @@ impl Site<'_> {
         self.placements[operand].as_shard()
     }
 
-    /// Whether a cut leaves padding on the last ranks.
-    fn pads(&self, shard: &Shard) -> bool {
-        let mut parts = shard.parts.iter();
-        !parts.all(|part| part.is_multiple_of(self.degree))
+    /// Whether the cut of an operand leaves padding on the last ranks.
+    fn pads(&self, operand: usize) -> bool {
+        let divides = |part: &usize| part.is_multiple_of(self.degree);
+        let shard = self
+            .shard(operand)
+            .filter(|_| !self.along_sequence[operand]);
+        shard.is_some_and(|shard| !shard.parts.iter().all(divides))
     }
 
     /// Every rank computes the same from whole operands.

@@ -25,7 +25,7 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
     let Some(shard) = site.shard(0) else {
         return site.whole();
     };
-    let is_slice = shard.parts.len() == 1 && !site.pads(shard);
+    let is_slice = shard.parts.len() == 1 && !site.pads(0);
     if !is_slice || dropout.slice.is_some() {
         return site.whole();
     }

@@ -153,7 +153,7 @@ pub(super) fn sum_leading(site: &Site<'_>) -> NodePlacement {
     let summed = site.types[0].ndim() - shape.len();
     let result = match shard.dim.checked_sub(summed) {
         // Padding need not be zero.
-        None if site.pads(shard) => return site.whole(),
+        None if site.pads(0) => return site.whole(),
         None => Placement::Partial,
         Some(dim) => {
             shape[dim] = shard.local_size(site.degree);
@@ -172,7 +172,7 @@ pub(super) fn sum_leading(site: &Site<'_>) -> NodePlacement {
 
 pub(super) fn sum_all(site: &Site<'_>) -> NodePlacement {
     match site.shard(0) {
-        Some(shard) if !site.pads(shard) => {
+        Some(shard) if !site.pads(0) => {
             NodePlacement::new([Need::Cut(shard.clone())], Op::SumAll, [Placement::Partial])
         }
         _ => site.whole(),

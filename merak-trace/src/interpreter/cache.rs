@@ -77,7 +77,7 @@ impl KvCache {
             *uses.entry(*from).or_default() += 1;
         }
         for &(from, to) in pairs {
-            let left = uses.get_mut(&from).expect("it was counted");
+            let left = uses.entry(from).or_insert(1);
             *left -= 1;
             // The last one takes it, the others copy it.
             let past = match *left {

@@ -11,6 +11,12 @@ use merak_trace::{
 /// Around the widths of vector registers and their multiples.
 const WIDTHS: [usize; 10] = [1, 2, 3, 7, 15, 16, 17, 31, 33, 63];
 
+/// A lookup in a table whose row 3 is not trained.
+const LOOKUP: Op = Op::Embedding {
+    padding: Some(3),
+    slice: None,
+};
+
 #[test]
 fn rows_of_any_width() {
     for width in WIDTHS {
@@ -66,13 +72,7 @@ fn rows_of_any_width() {
             &named("embedding"),
             &[t(&[5, width])],
             &[ids("ids", &[4], &[4, 0, 4, 2])],
-            |module, params, ids| {
-                let op = Op::Embedding {
-                    padding: Some(3),
-                    slice: None,
-                };
-                module.apply(op, &[&ids[0], &params[0]])
-            },
+            |module, params, ids| module.apply(LOOKUP, &[&ids[0], &params[0]]),
         );
     }
 }

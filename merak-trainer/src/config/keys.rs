@@ -360,7 +360,7 @@ settings! {
         /// No run of this many tokens occurs twice in a text, prompt included; 0 is off.
         no_repeat_ngram_size: usize = 0,
         /// Fewest new tokens before one that ends a text; unset: that of the model's
-        /// generation_config.json.
+        /// `generation_config.json`.
         min_new_tokens: Option<usize> = None,
         /// Continuations that a beam search keeps for each prompt; 1 is off. A search draws nothing.
         num_beams: usize [at_least 1, at_most MAX_BEAMS] = 1,

@@ -68,7 +68,7 @@ impl Walk {
         let line = mark.line();
         match event {
             Event::DocumentStart if self.root.is_some() => {
-                return Err("more than one YAML document".to_owned());
+                Err("more than one YAML document".to_owned())
             }
             Event::Scalar(text, style, anchor, tag) => {
                 let value = scalar(text.clone(), style, tag.as_ref()).into();

@@ -142,8 +142,8 @@ impl ChatMaker<'_> {
     fn plain(&self, prompt: &str, completion: &str) -> Result<AnsweredTokens> {
         let text = [prompt, completion].concat();
         let pieces = self.tokenizer.encode_pieces(&text, true)?;
-        let answers = [prompt.len()..text.len()];
-        let mut tokens = AnsweredTokens::of(&pieces, &answers);
+        let answer = prompt.len()..text.len();
+        let mut tokens = AnsweredTokens::of(&pieces, std::slice::from_ref(&answer));
         match (self.end, tokens.ids.last()) {
             (Some(end), Some(&last)) if last == end => {
                 if let Some(is_answer) = tokens.is_answer.last_mut() {

@@ -37,7 +37,7 @@ pub(super) struct Content {
 enum Kind {
     Stream(Corpus),
     Records(Records, Tokenizer),
-    Chats(Records, Tokenizer, Option<ChatTemplate>),
+    Chats(Records, Tokenizer, Option<Box<ChatTemplate>>),
     Tensors(TensorFiles),
 }
 
@@ -87,7 +87,7 @@ impl Reader<'_> {
         if self.objective == Objective::CausalLm && first.as_ref().is_some_and(chat::is_chat) {
             let template = ChatTemplate::load(arguments)?;
             return Ok(Content {
-                kind: Kind::Chats(records, tokenizer, template),
+                kind: Kind::Chats(records, tokenizer, template.map(Box::new)),
                 description,
                 validation_fraction: fraction,
             });
@@ -187,7 +187,7 @@ impl Content {
             }
             Kind::Records(records, tokenizer) => maker.records(&records, &tokenizer)?,
             Kind::Chats(records, tokenizer, template) => {
-                maker.chats(&records, &tokenizer, template.as_ref())?
+                maker.chats(&records, &tokenizer, template.as_deref())?
             }
             Kind::Tensors(files) => {
                 let tokens = maker.tokens;

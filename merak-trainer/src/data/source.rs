@@ -102,17 +102,14 @@ impl Source {
             None => arguments.validation_fraction,
         };
         let mut parts = Vec::new();
-        match &arguments.mixture {
-            Some(mixture) => {
-                for part in mixture.parts() {
-                    let content = reader.read(Some(Input::mixture(&part.path)), fraction)?;
-                    parts.push((content, part.weight));
-                }
+        if let Some(mixture) = &arguments.mixture {
+            for part in mixture.parts() {
+                let content = reader.read(Some(Input::mixture(&part.path)), fraction)?;
+                parts.push((content, part.weight));
             }
-            None => {
-                let input = arguments.path.as_ref().map(Input::data);
-                parts.push((reader.read(input, fraction)?, 1.0));
-            }
+        } else {
+            let input = arguments.path.as_ref().map(Input::data);
+            parts.push((reader.read(input, fraction)?, 1.0));
         }
         let validation = arguments.validation_path.as_ref().map(Input::validation);
         let validation = validation.map(|input| reader.read(Some(input), 1.0));

@@ -138,6 +138,7 @@ impl Draft {
             segments: segment(&rewritten.graph, &options)?,
             graph: rewritten.graph,
         };
+        let loss = inputs.loss.as_ref();
         let draft = Self {
             model,
             info,
@@ -146,11 +147,7 @@ impl Draft {
             target_length: lengths.target,
             tensor: rewritten.report,
             lora,
-            loss_count: inputs
-                .loss
-                .as_ref()
-                .map(|loss| loss.count)
-                .unwrap_or_default(),
+            loss_count: loss.map(|loss| loss.count).unwrap_or_default(),
             split,
             kept,
             trace,

@@ -35,7 +35,9 @@ fn train(tp: usize, stage: ZeroStage) -> Vec<(Vec<u32>, Vec<u64>)> {
             for (index, _) in specs.iter().enumerate().filter(|(_, spec)| spec.summed) {
                 // Exact for powers of two.
                 let own = &mut grads[optimizer.layout().range(index)];
-                own.iter_mut().for_each(|x| *x /= tp as f32);
+                for x in own.iter_mut() {
+                    *x /= tp as f32;
+                }
             }
             let report = optimizer.step(&mut weights, &mut grads, lr(step));
             norms.push(report.expect("the ranks step together").grad_norm.to_bits());

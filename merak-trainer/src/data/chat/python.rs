@@ -1,5 +1,7 @@
 //! What templates get from Python: `json.dumps`, and which values are sequences.
 
+use std::fmt::Write as _;
+
 use minijinja::{
     Error, ErrorKind, Output, State, escape_formatter,
     value::{Kwargs, Value, ValueKind},
@@ -139,7 +141,7 @@ impl Dumps {
             }
             let mut units = [0; 2];
             for unit in c.encode_utf16(&mut units) {
-                out.push_str(&format!("\\u{unit:04x}"));
+                let _ = write!(out, "\\u{unit:04x}");
             }
         }
     }
