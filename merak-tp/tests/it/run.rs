@@ -18,14 +18,14 @@ pub(crate) struct Step {
 
 /// Runs a graph that nothing is split in.
 pub(crate) fn on_one_rank(graph: &Graph) -> Step {
-    step(graph, 0, Arc::new(SingleRank))
+    step(graph, 0, &(Arc::new(SingleRank) as _))
 }
 
 /// Runs a split graph on `degree` ranks.
 pub(crate) fn on_ranks(graph: &Graph, degree: usize) -> Vec<Step> {
     world(degree, |member| {
         let group = member.world_group().expect("every rank is in the world");
-        step(graph, group.rank(), Arc::new(TensorGroup(group)))
+        step(graph, group.rank(), &(Arc::new(TensorGroup(group)) as _))
     })
 }
 
@@ -71,7 +71,7 @@ impl AxisGroups for TensorGroup {
     }
 }
 
-fn step(graph: &Graph, rank: usize, groups: Arc<dyn AxisGroups>) -> Step {
+fn step(graph: &Graph, rank: usize, groups: &Arc<dyn AxisGroups>) -> Step {
     let backend: SharedBackend = Arc::new(Candle::new(1).expect("threads start"));
     let program = StageProgram::training(
         graph,
@@ -82,7 +82,7 @@ fn step(graph: &Graph, rank: usize, groups: Arc<dyn AxisGroups>) -> Step {
     let runner = Interpreter::new(
         Arc::new(program.expect("differentiable")),
         Arc::clone(&backend),
-        Arc::clone(&groups),
+        Arc::clone(groups),
     );
     let program = runner.program();
     let params: Vec<_> = program
@@ -131,7 +131,7 @@ fn step(graph: &Graph, rank: usize, groups: Arc<dyn AxisGroups>) -> Step {
             .or_insert_with(|| vec![0.0; own.len()]);
         sum.iter_mut().zip(own).for_each(|(sum, x)| *sum += x);
     }
-    sum_over_ranks(graph, &*groups, &mut grads);
+    sum_over_ranks(graph, &**groups, &mut grads);
     Step { loss, grads }
 }
 

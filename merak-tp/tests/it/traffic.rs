@@ -41,8 +41,9 @@ fn recomputation_sums_again_what_the_backward_reads() {
     let in_layers: Vec<_> = nodes.map(|node| node.scope.contains(".h.")).collect();
     let first = in_layers.iter().position(|is| *is).expect("it has layers");
     let end = in_layers.iter().rposition(|is| *is).expect("it has layers") + 1;
+    let layers = first..end;
     let plan = RecomputePlan {
-        chunks: vec![first..end],
+        chunks: [layers].into(),
         ..RecomputePlan::default()
     };
     for row in of_layers(&traffic(&split.graph, &plan)) {

@@ -220,9 +220,8 @@ impl Args {
         .map(|(option, key, degree)| Given::by(option, key, degree.to_string()))
     }
 
-    /// The options as configuration keys, above those of the environment.
-    fn configuration(&self, checkpoint: &Checkpoint) -> Result<Config> {
-        let folder = checkpoint.path();
+    /// The options that say how tokens are chosen, as configuration keys.
+    fn sampling(&self) -> Vec<Given> {
         let text = |value: &dyn ToString| value.to_string();
         let stops = (!self.stop.is_empty()).then(|| json!(self.stop).to_string());
         let options = [
@@ -262,7 +261,13 @@ impl Args {
         let by_option = |(option, key, value): (&str, _, Option<String>)| {
             value.map(|value| Given::by(option, key, value))
         };
-        let mut given: Vec<_> = options.into_iter().filter_map(by_option).collect();
+        options.into_iter().filter_map(by_option).collect()
+    }
+
+    /// The options as configuration keys, above those of the environment.
+    fn configuration(&self, checkpoint: &Checkpoint) -> Result<Config> {
+        let folder = checkpoint.path();
+        let mut given = self.sampling();
         given.extend(self.degrees());
         let seq_length = checkpoint.manifest().header.model["seq_length"].to_string();
         let of_checkpoint = |key, value: String| Given::by("CHECKPOINT", key, value);

@@ -62,6 +62,29 @@ enum Purpose {
     Predict,
 }
 
+/// The model's files beside its weights, by name.
+fn model_files(
+    model: &Loaded,
+    args: &CheckedArguments,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Vec<(String, Vec<u8>)>> {
+    // The configuration in use, overrides included, so that a checkpoint alone makes the model
+    // again.
+    let model_json = format!("{:#}\n", model.json).into_bytes();
+    let mut model_files = vec![("config.json".to_owned(), model_json)];
+    if let Some(tokenizer) = tokenizer {
+        let json = tokenizer.to_json()?.into_bytes();
+        model_files.push(("tokenizer.json".to_owned(), json));
+    }
+    model_files.extend(companions(args)?);
+    // The template in use, so that a checkpoint alone makes the same prompts.
+    if let Some(template) = Source::chat_template(&args.data)? {
+        model_files.retain(|(name, _)| *name != template.0);
+        model_files.push(template);
+    }
+    Ok(model_files)
+}
+
 /// All samples in the order of the data, as the validation part.
 fn joined(datasets: Datasets) -> Datasets {
     let Datasets {
@@ -221,13 +244,15 @@ impl Prepared {
         let tokens = model.data_tokens(&args);
         let all = purpose != Purpose::Evaluate;
         let (datasets, corpus) = source.datasets(&inputs, &args, &tokens, all)?;
-        let datasets = match purpose {
-            Purpose::Predict => joined(datasets),
-            Purpose::Train | Purpose::Evaluate => datasets,
-        };
+        let joins = purpose == Purpose::Predict;
+        let datasets = if joins { joined(datasets) } else { datasets };
         let total_steps = check_data(&args, &inputs, &datasets)?;
-        let used = datasets.train.as_ref().or(datasets.validation.as_ref());
-        let samples = used.map_or(0, |data| data.len());
+        let used = [&datasets.train, &datasets.validation];
+        let samples = used
+            .into_iter()
+            .flatten()
+            .next()
+            .map_or(0, |data| data.len());
         let fingerprint = DataFingerprint::of(&args.data, &crates, tokenizer.as_ref(), samples)?;
         let inputs = PlanInputs::read(Arc::clone(&model.model), &args)?;
         let plan = Plan::new(&inputs, &args)?;
@@ -236,20 +261,7 @@ impl Prepared {
             Purpose::Train => plan,
             Purpose::Evaluate | Purpose::Predict => plan.frozen(),
         });
-        // The configuration in use, overrides included, so that a checkpoint alone makes the model
-        // again.
-        let model_json = format!("{:#}\n", model.json).into_bytes();
-        let mut model_files = vec![("config.json".to_owned(), model_json)];
-        if let Some(tokenizer) = &tokenizer {
-            let json = tokenizer.to_json()?.into_bytes();
-            model_files.push(("tokenizer.json".to_owned(), json));
-        }
-        model_files.extend(companions(&args)?);
-        // The template in use, so that a checkpoint alone makes the same prompts.
-        if let Some(template) = Source::chat_template(&args.data)? {
-            model_files.retain(|(name, _)| *name != template.0);
-            model_files.push(template);
-        }
+        let model_files = model_files(&model, &args, tokenizer.as_ref())?;
         Ok(Self {
             args,
             corpus: corpus.filter(|_| plan.draft.model.objective() == Objective::CausalLm),

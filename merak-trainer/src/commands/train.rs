@@ -290,11 +290,10 @@ impl Run<'_> {
         let mpu = merak_mpu::Mpu::new(member, self.plan.draft.degrees)?;
         let parts = TrainerParts {
             stop: Arc::clone(stop),
-            callbacks: reporter
-                .as_ref()
-                .map_or_else(Vec::new, |(reporter, folder)| {
-                    self.observers(reporter, folder)
-                }),
+            callbacks: match &reporter {
+                Some((reporter, folder)) => self.observers(reporter, folder),
+                None => Vec::new(),
+            },
             ..self.parts()
         };
         let mut trainer = MerakTrainer::new(Arc::clone(&self.plan), mpu, &self.args, parts)?;
@@ -334,11 +333,10 @@ impl Run<'_> {
             timeline: trainer.gather_timeline()?,
             memory: trainer.gather_memory()?,
         };
-        let mut mfu = None;
-        if let Some((reporter, _)) = &reporter {
+        let mfu = reporter.as_ref().and_then(|(reporter, _)| {
             reporter.write_page(Some(&ran));
-            mfu = reporter.mfu();
-        }
+            reporter.mfu()
+        });
         Ok(Ended::Trained(Box::new(Finished {
             output,
             evaluation,

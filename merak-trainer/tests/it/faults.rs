@@ -44,11 +44,7 @@ struct Faulty {
     bad: usize,
 }
 
-#[expect(
-    clippy::panic,
-    clippy::exit,
-    reason = "a data set of a user's may do anything"
-)]
+#[expect(clippy::panic, reason = "a data set of a user's may do anything")]
 impl Dataset for Faulty {
     fn len(&self) -> usize {
         TOKENS.len()

@@ -36,7 +36,8 @@ fn place(records: &str) -> Workplace {
 }
 
 fn lines(record: impl Fn(usize) -> Value) -> String {
-    (0..16).map(|i| format!("{}\n", record(i))).collect()
+    let lines: Vec<_> = (0..16).map(|i| record(i).to_string()).collect();
+    lines.join("\n") + "\n"
 }
 
 fn talk(i: usize) -> Value {

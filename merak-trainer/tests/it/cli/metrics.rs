@@ -27,6 +27,14 @@ fn rises(numbers: &[f64]) -> bool {
     numbers.is_sorted_by(|a, b| a < b)
 }
 
+/// Operations per second follow from tokens per second by one factor.
+fn assert_same_work(tflops: &[f64], speeds: &[f64]) {
+    let flops = tflops.iter().zip(speeds);
+    let flops: Vec<_> = flops.map(|(tflops, speed)| tflops * 1e12 / speed).collect();
+    let is_same = |f: &f64| (f / flops[0] - 1.0).abs() < 1e-9 && *f > 0.0;
+    assert!(flops.iter().all(is_same), "{flops:?}");
+}
+
 #[test]
 fn records_say_what_is_documented_and_go_on_in_a_resumed_run() {
     let place = Workplace::new();
@@ -79,16 +87,7 @@ fn records_say_what_is_documented_and_go_on_in_a_resumed_run() {
             "{tokens} tokens in {most} s at {speed}"
         );
     }
-    let flops: Vec<_> = numbers(&some, "tflops")
-        .iter()
-        .zip(&speeds)
-        .map(|(tflops, speed)| tflops * 1e12 / speed)
-        .collect();
-    assert!(
-        flops
-            .iter()
-            .all(|f| (f / flops[0] - 1.0).abs() < 1e-9 && *f > 0.0)
-    );
+    assert_same_work(&numbers(&some, "tflops"), &speeds);
 
     // From step 5 on with half the batch: what was counted stays, the rest is of the new size.
     fs::remove_dir_all(place.path("run/checkpoints/step-00000008")).expect("a removable folder");

@@ -64,8 +64,10 @@ fn fields(mut bytes: &[u8]) -> Vec<(u64, u64, Vec<u8>)> {
             }
             1 => 8,
             2 => varint(&mut bytes) as usize,
-            5 => 4,
-            other => panic!("wire type {other}"),
+            wire_type => {
+                assert_eq!(wire_type, 5, "a type that event files have");
+                4
+            }
         };
         found.push((key >> 3, 0, bytes[..length].to_vec()));
         bytes = &bytes[length..];

@@ -53,7 +53,11 @@ fn every_zero_stage_and_the_pipeline_train_like_one_rank() {
             // One bucket for all in two stages, many buckets in the others.
             case.with(
                 "zero_reduce_bucket_size",
-                if zero % 2 == 0 { 1000 } else { 500_000_000 },
+                if zero.is_multiple_of(2) {
+                    1000
+                } else {
+                    500_000_000
+                },
             )
         };
         check(&case, &[0, 1, 2, 3].map(on), 20);

@@ -117,7 +117,7 @@ fn exported_files_are_those_of_one_rank() {
     let export = |case: &Case| -> BTreeMap<String, Vec<u8>> {
         let folder = tempdir().expect("a temporary folder");
         let case = case.clone().writing(folder.path());
-        case.on_ranks(|trainer| trainer.save_checkpoint());
+        case.on_ranks(merak_trainer::MerakTrainer::save_checkpoint);
         let hf = folder.path().join("hf");
         let saved = Checkpoint::open(folder.path()).expect("it is complete");
         export_hf(&saved, &hf, &ExportOptions::default()).expect("its names are known");
