@@ -190,8 +190,8 @@ impl BeamSearch {
     }
 
     /// The likeliest continuations of one beam, likeliest first, at most
-    /// [`BeamSearch::num_candidates`]: among those of all beams of a prompt are the likeliest of the
-    /// prompt.
+    /// [`BeamSearch::num_candidates`]: the likeliest of the prompt are among those of all its
+    /// beams.
     ///
     /// # Shapes
     /// As [`Sampler::pick`].

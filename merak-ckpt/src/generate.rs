@@ -349,7 +349,8 @@ impl Decoding {
     ///
     /// # Errors
     /// [`Error::InvalidOption`] for an option that is out of range, and for several beams, which
-    /// [`BeamSearch`](crate::BeamSearch) has; [`Error::EmptyPrompt`] and [`Error::PromptTooLong`] where a prompt is empty or leaves no room for a new token.
+    /// [`BeamSearch`](crate::BeamSearch) has; [`Error::EmptyPrompt`] and [`Error::PromptTooLong`]
+    /// where a prompt is empty or leaves no room for a new token.
     pub fn new(prompts: &[Vec<u32>], options: &GenerateOptions) -> Result<Self> {
         let sequence = |Prompt { tokens, limit }: Prompt<'_>| Sequence {
             tokens: tokens.to_vec(),

@@ -10,7 +10,8 @@ use std::collections::BTreeSet;
 /// The choice depends on the logits, the options, the prompt's index and the token's position
 /// only, so it does not matter with which other prompts, on how many ranks, or with which cache
 /// the logits were computed. The order of operations is: repetition penalty, runs that may not
-/// repeat, temperature, top-k, top-p, min-p, draw. Temperature 0 takes the greatest logit, the lowest id among equals.
+/// repeat, temperature, top-k, top-p, min-p, draw. Temperature 0 takes the greatest logit, the
+/// lowest id among equals.
 ///
 /// ```
 /// use merak_ckpt::{GenerateOptions, Sampler};
@@ -128,8 +129,8 @@ impl Sampler {
         Ok(candidates.iter().map(share).collect())
     }
 
-    /// The logarithms of the probabilities of all tokens after `tokens`, with the repetition penalty
-    /// and without runs that may not repeat; not drawn from, so neither temperature nor cuts count.
+    /// The logarithms of the probabilities of all tokens after `tokens`, with the repetition
+    /// penalty and without runs that may not repeat; not drawn from, so neither temperature nor cuts count.
     ///
     /// # Shapes
     /// As [`Sampler::pick`]; returns `[V]`.

@@ -36,7 +36,8 @@ impl Traffic {
     ///
     /// ```
     /// use merak_tp::{Traffic, default_lists, rewrite};
-    /// use merak_trace::{Axis, RecomputePlan, StageCuts, StageProgram, models::{self, TraceOptions}};
+    /// use merak_trace::models::{self, TraceOptions};
+    /// use merak_trace::{Axis, RecomputePlan, StageCuts, StageProgram};
     ///
     /// let config = serde_json::json!({ "model_type": "gpt2", "vocab_size": 101, "n_positions": 16,
     ///     "n_embd": 32, "n_layer": 1, "n_head": 4 });

@@ -11,7 +11,8 @@
 //!
 //! ```
 //! use merak_trainer::{
-//!     Config, MerakTrainer, Plan, PlanInputs, TrainerParts, data::{TokenDataset, Tokens}, run_world,
+//!     Config, MerakTrainer, Plan, PlanInputs, TrainerParts,
+//!     data::{TokenDataset, Tokens}, run_world,
 //! };
 //! use std::sync::Arc;
 //!

@@ -362,7 +362,8 @@ settings! {
         /// Fewest new tokens before one that ends a text; unset: that of the model's
         /// `generation_config.json`.
         min_new_tokens: Option<usize> = None,
-        /// Continuations that a beam search keeps for each prompt; 1 is off. A search draws nothing.
+        /// Continuations that a beam search keeps for each prompt; 1 is off. A search draws
+        /// nothing.
         num_beams: usize [at_least 1, at_most MAX_BEAMS] = 1,
         /// Power of the number of new tokens by which a beam search divides the score of a text;
         /// more than 0 prefers longer ones.

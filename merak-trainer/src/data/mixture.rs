@@ -30,7 +30,8 @@ const STREAM: u64 = 0x6D69_7874_7572_6500;
 /// use merak_trainer::data::{Dataset, MixtureDataset, TokenDataset};
 ///
 /// let part = |first| TokenDataset::new((first..first + 41).collect(), 4, "training");
-/// let parts: Vec<(Arc<dyn Dataset>, f64)> = vec![(Arc::new(part(0)?), 3.0), (Arc::new(part(1000)?), 1.0)];
+/// let [many, few]: [Arc<dyn Dataset>; 2] = [Arc::new(part(0)?), Arc::new(part(1000)?)];
+/// let parts = vec![(many, 3.0), (few, 1.0)];
 /// let data = MixtureDataset::new(parts, 42)?;
 /// let is_first = |index| Ok(data.get(index)?["input_ids"].ints()[0] < 1000);
 /// let first: Vec<bool> = (0..20).map(is_first).collect::<Result<_, merak_trainer::Error>>()?;

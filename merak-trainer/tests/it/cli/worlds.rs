@@ -1,5 +1,5 @@
-//! Processes that do not make a world, that speak of the engine in use, or that leave a world of real
-//! ranks.
+//! Processes that do not make a world, that speak of the engine in use, or that leave a world of
+//! real ranks.
 
 use std::{fs, process::Command, thread, time::Duration};
 
