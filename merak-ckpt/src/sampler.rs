@@ -130,7 +130,8 @@ impl Sampler {
     }
 
     /// The logarithms of the probabilities of all tokens after `tokens`, with the repetition
-    /// penalty and without runs that may not repeat; not drawn from, so neither temperature nor cuts count.
+    /// penalty and without runs that may not repeat; not drawn from, so neither temperature nor
+    /// cuts count.
     ///
     /// # Shapes
     /// As [`Sampler::pick`]; returns `[V]`.
