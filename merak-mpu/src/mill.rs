@@ -273,8 +273,16 @@ impl Mill {
                 slot,
             } => {
                 let waiting = Arc::clone(&slot);
-                let spares = &mut self.spares;
-                let op = Op::new(group, sequence, fingerprint, buffer, waiting, spares);
+                let (spares, packets) = (&mut self.spares, &mut self.packets);
+                let op = Op::new(
+                    group,
+                    sequence,
+                    fingerprint,
+                    buffer,
+                    waiting,
+                    spares,
+                    packets,
+                );
                 match op {
                     Ok(op) => self.start(op),
                     Err(error) => self.fail_op(&slot, error),
@@ -422,7 +430,7 @@ impl Mill {
         if self.ops.get(&key).is_some_and(Op::is_complete)
             && let Some(op) = self.ops.remove(&key)
         {
-            op.finish(&mut self.spares);
+            op.finish(&mut self.spares, &mut self.packets);
             self.state.bell.ring();
         }
     }

@@ -2,6 +2,7 @@
 
 use crate::Result;
 use crate::hf::{foreign, read_json};
+use crate::words;
 use regex::Regex;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -249,7 +250,7 @@ impl LoraConfig {
             }
             name if OTHERS.contains(&name) || is_inactive(value) => {}
             _ => {
-                let hint = nearest(name);
+                let hint = words::nearest(name, FIELDS.iter().chain(&OTHERS).copied());
                 let hint =
                     hint.map_or_else(String::new, |name| format!("; did you mean `{name}`?"));
                 return Err(format!("`{name}` is {value}, which is not supported{hint}"));
@@ -598,14 +599,6 @@ fn plain(value: &Value) -> Value {
         }
         value => value.clone(),
     }
-}
-
-/// The known field with the most similar name.
-fn nearest(name: &str) -> Option<&'static str> {
-    let known = FIELDS.iter().chain(&OTHERS).copied();
-    let similarity = |known: &str| strsim::normalized_damerau_levenshtein(name, known);
-    let nearest = known.max_by(|a, b| similarity(a).total_cmp(&similarity(b)))?;
-    (similarity(nearest) >= 0.8).then_some(nearest)
 }
 
 /// Whether a field says nothing: `null`, `false`, zero, or empty.

@@ -3,6 +3,7 @@
 use super::{
     frame::GroupKey,
     moves::{Area, Fold, Moves, Piece, Relay},
+    packets::Packets,
 };
 use crate::{
     Buffer, Error, Rank, ReduceOp, Result,
@@ -168,11 +169,12 @@ impl Op {
         input: Box<dyn Buffer>,
         slot: Arc<Slot>,
         spares: &mut Spares,
+        packets: &mut Packets,
     ) -> Result<Self> {
         let n = group.members().len();
         let moves = Moves::new(&fingerprint, group.me, n);
         let mut op = Self {
-            output: moves.output_len.map(|len| input.zeros_like(len)),
+            output: moves.output_len.map(|len| packets.take_like(&*input, len)),
             stage: spares.take(moves.stage_bytes.div_ceil(size_of::<i64>())),
             called: vec![false; n],
             first: vec![0; n],
@@ -433,8 +435,17 @@ impl Op {
     }
 
     /// Gives the result to the thread that waits.
-    pub(super) fn finish(self, spares: &mut Spares) {
-        let result = self.output.unwrap_or(self.input);
+    pub(super) fn finish(self, spares: &mut Spares, packets: &mut Packets) {
+        let result = match self.output {
+            None => self.input,
+            Some(output) => {
+                // The output of the next such exchange.
+                if output.len() == self.input.len() {
+                    packets.keep(self.input);
+                }
+                output
+            }
+        };
         self.slot.finish(Ok(result));
         spares.put(self.stage);
     }

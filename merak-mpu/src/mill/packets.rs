@@ -1,7 +1,8 @@
-//! Memory of messages that have left, for those that come.
+//! Memory of messages that have left, and of buffers that a collective has used up, for those that
+//! come.
 
-use crate::{Buffer, DType};
-use std::collections::VecDeque;
+use crate::{Buffer, DType, Element};
+use std::{any::Any, collections::VecDeque};
 
 /// Fewer bytes come from the allocator as fast.
 const LEAST_BYTES: usize = 1 << 20;
@@ -9,7 +10,7 @@ const LEAST_BYTES: usize = 1 << 20;
 /// Most bytes that are kept.
 const MOST_BYTES: usize = 256 << 20;
 
-/// Vectors whose elements have been sent. The system clears the pages of fresh memory before a
+/// Vectors whose elements nobody needs any more. The system clears the pages of fresh memory before a
 /// message can be written there, which takes a good part of the time that its bytes need to come.
 #[derive(Debug, Default)]
 pub(super) struct Packets(VecDeque<Box<dyn Buffer>>);
@@ -21,10 +22,10 @@ fn bytes(data: &dyn Buffer) -> usize {
 impl Packets {
     /// Keeps what was sent, the newest first, if it is a vector and not too small.
     pub(super) fn keep(&mut self, data: Box<dyn Buffer>) {
-        if !(LEAST_BYTES..=MOST_BYTES).contains(&bytes(&*data)) {
+        if !(LEAST_BYTES..=MOST_BYTES).contains(&bytes(&*data)) || !is_vector(&*data) {
             return;
         }
-        self.0.extend(vector(data));
+        self.0.push_back(data);
         while self.0.iter().map(|kept| bytes(&**kept)).sum::<usize>() > MOST_BYTES {
             self.0.pop_front();
         }
@@ -36,23 +37,33 @@ impl Packets {
         let place = kept.position(|kept| kept.dtype() == dtype && kept.len() == len)?;
         self.0.remove(place)
     }
+
+    /// Memory of `len` elements of the same kind, with any content.
+    pub(super) fn take_like(&mut self, data: &dyn Buffer, len: usize) -> Box<dyn Buffer> {
+        let kept = if is_vector(data) {
+            self.take(data.dtype(), len)
+        } else {
+            None
+        };
+        kept.unwrap_or_else(|| data.zeros_like(len))
+    }
 }
 
-/// The buffer, if it is a vector and no memory of another kind.
-fn vector(data: Box<dyn Buffer>) -> Option<Box<dyn Buffer>> {
-    fn of<T: crate::Element>(data: Box<dyn Buffer>) -> Option<Box<dyn Buffer>> {
-        let vector: Box<Vec<T>> = data.into_any().downcast().ok()?;
-        Some(vector)
+/// Whether the buffer is a vector and no memory of another kind.
+fn is_vector(data: &dyn Buffer) -> bool {
+    fn of<T: Element>(data: &dyn Any) -> bool {
+        data.is::<Vec<T>>()
     }
-    match data.dtype() {
-        DType::F64 => of::<f64>(data),
-        DType::F32 => of::<f32>(data),
-        DType::BF16 => of::<half::bf16>(data),
-        DType::F16 => of::<half::f16>(data),
-        DType::I64 => of::<i64>(data),
-        DType::U32 => of::<u32>(data),
-        DType::U8 => of::<u8>(data),
-    }
+    let is = match data.dtype() {
+        DType::F64 => of::<f64>,
+        DType::F32 => of::<f32>,
+        DType::BF16 => of::<half::bf16>,
+        DType::F16 => of::<half::f16>,
+        DType::I64 => of::<i64>,
+        DType::U32 => of::<u32>,
+        DType::U8 => of::<u8>,
+    };
+    is(data)
 }
 
 #[cfg(test)]
