@@ -88,3 +88,39 @@ fn every_link_of_a_document_leads_somewhere() {
     }
     assert!(broken.is_empty(), "{}", broken.join("\n"));
 }
+
+/// All sources of the crates as one text, in which a line that ends with a backslash goes on.
+fn sources(folder: &Path, all: &mut String) {
+    for entry in fs::read_dir(folder).expect("the folder is there") {
+        let path = entry.expect("a readable entry").path();
+        if path.is_dir() {
+            sources(&path, all);
+        } else if path.extension().is_some_and(|end| end == "rs") {
+            let text = fs::read_to_string(&path).expect("a source is text");
+            let mut lines = text.split("\\\n");
+            all.push_str(lines.next().unwrap_or_default());
+            all.extend(lines.map(str::trim_start));
+        }
+    }
+}
+
+#[test]
+fn the_page_of_errors_quotes_messages_that_the_sources_have() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut all = String::new();
+    for entry in fs::read_dir(&root).expect("the repository is a folder") {
+        let source = entry.expect("a readable entry").path().join("src");
+        if source.is_dir() {
+            sources(&source, &mut all);
+        }
+    }
+    let page = fs::read_to_string(root.join("docs/ERRORS.md")).expect("the page is there");
+    let quoted: Vec<_> = page
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `")?.split_once("` |"))
+        .map(|(message, _)| message)
+        .collect();
+    assert!(quoted.len() > 30, "{} messages", quoted.len());
+    let unknown: Vec<_> = quoted.iter().filter(|one| !all.contains(**one)).collect();
+    assert!(unknown.is_empty(), "no source says {unknown:?}");
+}
