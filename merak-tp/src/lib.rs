@@ -68,7 +68,6 @@
 
 mod auto;
 mod convert;
-mod defaults;
 mod error;
 mod lists;
 mod matching;
@@ -82,9 +81,10 @@ mod traffic;
 mod vocab;
 
 pub use auto::{AutoLists, Choice, auto_lists};
-pub use defaults::default_lists;
 pub use error::{Error, Result};
-pub use lists::{LayerLists, Mapping, SplitKind, set_tp_layer_lists, tp_layer_lists};
+pub use lists::{
+    LayerLists, Mapping, SplitKind, default_lists, set_tp_layer_lists, tp_layer_lists,
+};
 pub use options::{Options, Sequence};
 pub use report::{CollectiveBytes, Gather, KeptWhole, Report, SplitModule};
 pub use rewriter::{Rewritten, cuts, cuts_with, rewrite, rewrite_with};
