@@ -6,43 +6,106 @@ use super::{
     steal,
 };
 use crate::{
-    Op, Result, Value,
-    kernels::{self, Float, Turn},
-    op::{DropoutSpec, Rope},
+    Result, Value,
+    kernels::{self, Float, Threads, Turn},
+    op::{Activation, DropoutSpec, Rope},
 };
 
 impl Node<'_> {
-    /// Runs an operation on each element, a softmax among them.
-    pub(super) fn elementwise<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
-        let threads = &self.backend.threads;
-        let x = |i: usize| elements::<T>(&inputs[i]);
+    /// A first result that a kernel fills.
+    fn filled<T: Number>(
+        &self,
+        fill: impl FnOnce(&Threads, &mut [T]) -> Result<()>,
+    ) -> Result<Vec<Value>> {
         let mut y = self.out::<T>(0);
-        let width = self.ty(0).last_dim();
-        match self.call.op {
-            Op::Activation(kind) => kernels::activation(threads, *kind, &x(0)?, &mut y),
-            Op::ActivationGrad(kind) => {
-                kernels::activation_grad(threads, *kind, &x(0)?, &x(1)?, &mut y);
-            }
-            Op::SiluMul => kernels::silu_mul(threads, &x(0)?, &x(1)?, &mut y),
-            Op::SiluMulGrad => {
-                let mut dup = self.out::<T>(1);
-                kernels::silu_mul_grad(threads, &x(0)?, &x(1)?, &x(2)?, &mut y, &mut dup);
-                return self.done([y, dup]);
-            }
-            Op::Softmax => kernels::softmax(threads, width, &x(0)?, &mut y),
-            Op::SoftmaxGrad => kernels::softmax_grad(threads, width, &x(0)?, &x(1)?, &mut y),
-            Op::Mul => self.mul(&x(0)?, &x(1)?, &mut y),
-            Op::InverseRoot => {
-                for (y, &x) in y.iter_mut().zip(x(0)?.iter()) {
-                    *y = <T as Float>::from_f64(1.0 / Float::to_f64(x).sqrt());
-                }
-            }
-            Op::Scale { factor } => {
-                kernels::scale(threads, <T as Float>::from_f64(*factor), &x(0)?, &mut y);
-            }
-            _ => return Err(self.unsupported(inputs)),
-        }
+        fill(&self.backend.threads, &mut y)?;
         self.done([y])
+    }
+
+    pub(super) fn activation<T: Number>(
+        &self,
+        inputs: &[Value],
+        kind: Activation,
+    ) -> Result<Vec<Value>> {
+        self.filled::<T>(|threads, y| {
+            kernels::activation(threads, kind, &elements(&inputs[0])?, y);
+            Ok(())
+        })
+    }
+
+    pub(super) fn activation_grad<T: Number>(
+        &self,
+        inputs: &[Value],
+        kind: Activation,
+    ) -> Result<Vec<Value>> {
+        self.filled::<T>(|threads, dx| {
+            let (x, dy) = (elements(&inputs[0])?, elements(&inputs[1])?);
+            kernels::activation_grad(threads, kind, &x, &dy, dx);
+            Ok(())
+        })
+    }
+
+    pub(super) fn silu_mul<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        self.filled::<T>(|threads, y| {
+            let (gate, up) = (elements(&inputs[0])?, elements(&inputs[1])?);
+            kernels::silu_mul(threads, &gate, &up, y);
+            Ok(())
+        })
+    }
+
+    pub(super) fn silu_mul_grad<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        let x = |i: usize| elements::<T>(&inputs[i]);
+        let (mut dgate, mut dup) = (self.out(0), self.out(1));
+        let threads = &self.backend.threads;
+        kernels::silu_mul_grad(threads, &x(0)?, &x(1)?, &x(2)?, &mut dgate, &mut dup);
+        self.done([dgate, dup])
+    }
+
+    pub(super) fn softmax<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        self.filled::<T>(|threads, y| {
+            kernels::softmax(threads, self.ty(0).last_dim(), &elements(&inputs[0])?, y);
+            Ok(())
+        })
+    }
+
+    pub(super) fn softmax_grad<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        self.filled::<T>(|threads, dx| {
+            let (y, dy) = (elements(&inputs[0])?, elements(&inputs[1])?);
+            kernels::softmax_grad(threads, self.ty(0).last_dim(), &y, &dy, dx);
+            Ok(())
+        })
+    }
+
+    pub(super) fn inverse_root<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        self.filled::<T>(|_, y| {
+            for (y, &x) in y.iter_mut().zip(elements::<T>(&inputs[0])?.iter()) {
+                *y = <T as Float>::from_f64(1.0 / Float::to_f64(x).sqrt());
+            }
+            Ok(())
+        })
+    }
+
+    pub(super) fn scale<T: Number>(&self, inputs: &[Value], factor: f64) -> Result<Vec<Value>> {
+        let factor = <T as Float>::from_f64(factor);
+        self.filled::<T>(|threads, y| {
+            kernels::scale(threads, factor, &elements(&inputs[0])?, y);
+            Ok(())
+        })
+    }
+
+    /// Multiplies; the second operand repeats over the first.
+    pub(super) fn mul<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        self.filled::<T>(|threads, y| {
+            let (a, b) = (elements::<T>(&inputs[0])?, elements::<T>(&inputs[1])?);
+            if a.len() == b.len() {
+                kernels::mul(threads, &a, &b, y);
+                return Ok(());
+            }
+            let width = b.len().max(1);
+            let repeats = y.chunks_exact_mut(width).zip(a.chunks_exact(width));
+            repeats.for_each(|(y, a)| kernels::mul(threads, a, &b, y));
+            Ok(())
+        })
     }
 
     /// Drops elements while training.
@@ -86,18 +149,6 @@ impl Node<'_> {
             &mut y,
         );
         self.done([y])
-    }
-
-    /// Multiplies; the second operand repeats over the first.
-    fn mul<T: Number>(&self, a: &[T], b: &[T], y: &mut [T]) {
-        let threads = &self.backend.threads;
-        if a.len() == b.len() {
-            kernels::mul(threads, a, b, y);
-            return;
-        }
-        let width = b.len().max(1);
-        let repeats = y.chunks_exact_mut(width).zip(a.chunks_exact(width));
-        repeats.for_each(|(y, a)| kernels::mul(threads, a, b, y));
     }
 
     /// Adds in place where the first operand may be overwritten.

@@ -1,7 +1,9 @@
 //! Table lookups, losses and sums.
 
 use super::{
-    Kept, elements, kept,
+    Kept,
+    accumulate::Slots,
+    elements, kept,
     run::{Node, Number},
     steal,
 };
@@ -28,6 +30,24 @@ impl Node<'_> {
         }
         .map_err(|e| self.kernel_error(e))?;
         self.done([y])
+    }
+
+    /// The gradient of a table of a number of rows, of which one may not train.
+    pub(super) fn embedding_grad<T: Number>(
+        &self,
+        inputs: &[Value],
+        (rows, padding, slice): (usize, Option<usize>, Option<AxisSlice>),
+        slots: Option<Slots<'_>>,
+    ) -> Result<Vec<Value>> {
+        let rows = TableRows {
+            padding,
+            ..self.table_rows(rows, slice)
+        };
+        self.sum::<T, 1>(slots, |[table]| {
+            let (ids, dy) = (elements::<i64>(&inputs[0])?, elements(&inputs[1])?);
+            kernels::embedding_grad(&self.backend.threads, &rows, &dy, &ids, table)
+                .map_err(|e| self.kernel_error(e))
+        })
     }
 
     /// The rows that a table of `local` rows has of the whole one.
@@ -158,6 +178,17 @@ impl Node<'_> {
         self.done([dlogits])
     }
 
+    pub(super) fn sum_leading<T: Number>(
+        &self,
+        inputs: &[Value],
+        slots: Option<Slots<'_>>,
+    ) -> Result<Vec<Value>> {
+        self.sum::<T, 1>(slots, |[sum]| {
+            kernels::sum_rows(&self.backend.threads, &elements(&inputs[0])?, sum);
+            Ok(())
+        })
+    }
+
     pub(super) fn sum_all<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
         let x = elements::<T>(&inputs[0])?;
         let sum = x.iter().map(|&x| Float::to_f64(x)).sum::<f64>();
@@ -176,17 +207,5 @@ impl Node<'_> {
         let mut memory = self.backend.result::<f64>(self.ty(0));
         memory.fill(number);
         self.backend.wrap(self.ty(0), memory)
-    }
-
-    /// Runs [`Node::add_to`] on zeros.
-    pub(super) fn sums<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
-        let types = self.call.results;
-        let mut sums: Vec<_> = (0..types.len()).map(|i| self.zeros::<T>(i)).collect();
-        let mut parts: Vec<_> = sums.iter_mut().map(Vec::as_mut_slice).collect();
-        self.add_to::<T>(inputs, &mut parts)?;
-        let results = sums.into_iter().zip(types);
-        results
-            .map(|(data, ty)| self.backend.wrap(ty, data))
-            .collect()
     }
 }

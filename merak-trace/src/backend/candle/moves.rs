@@ -1,7 +1,7 @@
 //! Operations that move or convert elements, or number positions.
 
-use super::{Candle, Handle, Scalar, elements, own_elements, run::Node};
-use crate::{Op, Result, TensorType, Value, kernels, op::RelativeBuckets};
+use super::{Candle, Handle, Pooled, Scalar, elements, own_elements, run::Node};
+use crate::{Result, TensorType, Value, kernels, op::RelativeBuckets};
 use merak_mpu::DType;
 use num_traits::AsPrimitive;
 
@@ -22,6 +22,21 @@ macro_rules! in_type {
         type $T = $type;
         $result
     }};
+}
+
+/// Calls a method of a node in the element type of the first result.
+macro_rules! in_memory {
+    ($node:ident, $method:ident($($argument:expr),*)) => {
+        match $node.ty(0).dtype {
+            DType::F32 => $node.$method::<f32>($($argument,)* &Memory::POOLED),
+            DType::F64 => $node.$method::<f64>($($argument,)* &Memory::POOLED),
+            DType::BF16 => $node.$method::<half::bf16>($($argument,)* &Memory::ONCE),
+            DType::F16 => $node.$method::<half::f16>($($argument,)* &Memory::ONCE),
+            DType::I64 => $node.$method::<i64>($($argument,)* &Memory::ONCE),
+            DType::U32 => $node.$method::<u32>($($argument,)* &Memory::ONCE),
+            DType::U8 => $node.$method::<u8>($($argument,)* &Memory::ONCE),
+        }
+    };
 }
 
 impl Node<'_> {
@@ -95,91 +110,100 @@ impl Node<'_> {
         vec![Handle::narrow(data, wide, lease).into_value(self.ty(0).clone())]
     }
 
-    /// Splits, joins and zeros, of any element type.
-    pub(super) fn moved(&self, inputs: &[Value]) -> Result<Vec<Value>> {
-        let pooled = self.backend;
-        match self.ty(0).dtype {
-            DType::F32 => self.moved_in::<f32>(inputs, |ty| pooled.result(ty), Candle::wrap),
-            DType::F64 => self.moved_in::<f64>(inputs, |ty| pooled.result(ty), Candle::wrap),
-            DType::BF16 => self.moved_once::<half::bf16>(inputs),
-            DType::F16 => self.moved_once::<half::f16>(inputs),
-            DType::I64 => self.moved_once::<i64>(inputs),
-            DType::U32 => self.moved_once::<u32>(inputs),
-            DType::U8 => self.moved_once::<u8>(inputs),
-        }
+    pub(super) fn split(&self, x: &Value, dim: usize) -> Result<Vec<Value>> {
+        in_memory!(self, split_in(x, dim))
     }
 
-    /// [`Self::moved`] in memory that is freed after its last use.
-    fn moved_once<T: Scalar>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
-        self.moved_in::<T>(inputs, |ty| vec![T::zero(); ty.numel()], Candle::wrap_once)
+    pub(super) fn concat(&self, inputs: &[Value], dim: usize) -> Result<Vec<Value>> {
+        in_memory!(self, concat_in(inputs, dim))
     }
 
-    /// [`Self::moved`] in one element type: `memory` allocates a result, `wrap` makes it a value.
-    fn moved_in<T: Scalar>(
+    /// Zeros.
+    pub(super) fn blank(&self) -> Result<Vec<Value>> {
+        in_memory!(self, blank_in())
+    }
+
+    fn split_in<T: Scalar>(&self, x: &Value, dim: usize, memory: &Memory<T>) -> Result<Vec<Value>> {
+        let outer = x.ty().outer(dim).max(1);
+        let x = elements::<T>(x)?;
+        let x: &[T] = &x;
+        let row = x.len() / outer;
+        let mut start = 0;
+        let piece = |ty: &TensorType| {
+            let len = ty.numel() / outer;
+            let mut piece = (memory.take)(self.backend, ty);
+            let rows = rows_per_chunk(len);
+            let chunks = piece.chunks_mut((rows * len).max(1)).enumerate();
+            self.backend.threads.for_each(chunks, |(chunk, out)| {
+                for (i, out) in out.chunks_exact_mut(len).enumerate() {
+                    let from = (chunk * rows + i) * row + start;
+                    out.copy_from_slice(&x[from..][..len]);
+                }
+            });
+            start += len;
+            (memory.wrap)(self.backend, ty, piece)
+        };
+        self.call.results.iter().map(piece).collect()
+    }
+
+    fn concat_in<T: Scalar>(
         &self,
         inputs: &[Value],
-        memory: impl Fn(&TensorType) -> Vec<T>,
-        wrap: impl Fn(&Candle, &TensorType, Vec<T>) -> Result<Value>,
+        dim: usize,
+        memory: &Memory<T>,
     ) -> Result<Vec<Value>> {
-        let wrap = |ty: &TensorType, data| wrap(self.backend, ty, data);
-        let threads = &self.backend.threads;
-        match self.call.op {
-            Op::Split { dim, .. } => {
-                let outer = inputs[0].ty().outer(*dim);
-                let x = elements::<T>(&inputs[0])?;
-                let x: &[T] = &x;
-                let row = x.len() / outer.max(1);
-                let mut start = 0;
-                let mut pieces = Vec::with_capacity(self.call.results.len());
-                for ty in self.call.results {
-                    let len = ty.numel() / outer.max(1);
-                    let mut piece = memory(ty);
-                    let rows = rows_per_chunk(len);
-                    let chunks = piece.chunks_mut((rows * len).max(1)).enumerate();
-                    threads.for_each(chunks, |(chunk, out)| {
-                        for (i, out) in out.chunks_exact_mut(len).enumerate() {
-                            let from = (chunk * rows + i) * row + start;
-                            out.copy_from_slice(&x[from..][..len]);
-                        }
-                    });
-                    start += len;
-                    pieces.push(wrap(ty, piece)?);
+        let outer = self.ty(0).outer(dim).max(1);
+        let pieces = inputs
+            .iter()
+            .map(elements::<T>)
+            .collect::<Result<Vec<_>>>()?;
+        let pieces: Vec<(&[T], usize)> = pieces
+            .iter()
+            .map(|piece| (&**piece, piece.len() / outer))
+            .collect();
+        let len = self.ty(0).numel() / outer;
+        let mut joined = (memory.take)(self.backend, self.ty(0));
+        let rows = rows_per_chunk(len);
+        let chunks = joined.chunks_mut((rows * len).max(1)).enumerate();
+        self.backend.threads.for_each(chunks, |(chunk, out)| {
+            for (i, mut out) in out.chunks_exact_mut(len).enumerate() {
+                for &(piece, len) in &pieces {
+                    let (to, rest) = out.split_at_mut(len);
+                    to.copy_from_slice(&piece[(chunk * rows + i) * len..][..len]);
+                    out = rest;
                 }
-                Ok(pieces)
             }
-            Op::Concat { dim } => {
-                let outer = self.ty(0).outer(*dim).max(1);
-                let pieces = inputs
-                    .iter()
-                    .map(elements::<T>)
-                    .collect::<Result<Vec<_>>>()?;
-                let pieces: Vec<(&[T], usize)> = pieces
-                    .iter()
-                    .map(|piece| (&**piece, piece.len() / outer))
-                    .collect();
-                let len = self.ty(0).numel() / outer;
-                let mut joined = memory(self.ty(0));
-                let rows = rows_per_chunk(len);
-                let chunks = joined.chunks_mut((rows * len).max(1)).enumerate();
-                threads.for_each(chunks, |(chunk, out)| {
-                    for (i, mut out) in out.chunks_exact_mut(len).enumerate() {
-                        for &(piece, len) in &pieces {
-                            let (to, rest) = out.split_at_mut(len);
-                            to.copy_from_slice(&piece[(chunk * rows + i) * len..][..len]);
-                            out = rest;
-                        }
-                    }
-                });
-                Ok(vec![wrap(self.ty(0), joined)?])
-            }
-            Op::Zeros { .. } => {
-                let mut zeros = memory(self.ty(0));
-                zeros.fill(T::zero());
-                Ok(vec![wrap(self.ty(0), zeros)?])
-            }
-            _ => Err(self.unsupported(inputs)),
-        }
+        });
+        Ok(vec![(memory.wrap)(self.backend, self.ty(0), joined)?])
     }
+
+    fn blank_in<T: Scalar>(&self, memory: &Memory<T>) -> Result<Vec<Value>> {
+        let mut zeros = (memory.take)(self.backend, self.ty(0));
+        zeros.fill(T::zero());
+        Ok(vec![(memory.wrap)(self.backend, self.ty(0), zeros)?])
+    }
+}
+
+/// How results of an element type get their memory and become values.
+struct Memory<T> {
+    take: fn(&Candle, &TensorType) -> Vec<T>,
+    wrap: fn(&Candle, &TensorType, Vec<T>) -> Result<Value>,
+}
+
+impl<T: Pooled> Memory<T> {
+    /// Taken from the pool, which gets it back.
+    const POOLED: Self = Self {
+        take: Candle::result,
+        wrap: Candle::wrap,
+    };
+}
+
+impl<T: Scalar> Memory<T> {
+    /// Freed after its last use.
+    const ONCE: Self = Self {
+        take: |_, ty| vec![T::zero(); ty.numel()],
+        wrap: Candle::wrap_once,
+    };
 }
 
 /// Rows of `len` elements that one thread moves at a time.
