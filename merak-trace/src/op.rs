@@ -1,5 +1,6 @@
-//! The operations of nodes. The files of this module hold what passes, backends and planners ask about
-//! each: one match over all operations per question, or a row of the table in `op/facts.rs`.
+//! The operations of nodes.
+//!
+//! `op/facts.rs` has a row for each, with what passes, backends and planners ask about it.
 
 mod cost;
 mod facts;

@@ -2,7 +2,7 @@
 
 use super::{
     Candle, elements,
-    run::{Node, Number, run},
+    run::{Node, Number, Results, run},
 };
 use crate::{Call, GradSlot, GradStore, Result, Value, kernels, op::ResultMemory};
 use merak_mpu::DType;
@@ -85,7 +85,7 @@ impl Node<'_> {
         &self,
         slots: Option<Slots<'_>>,
         add: impl FnOnce([&mut [T]; N]) -> Result<()>,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         if let Some(slots) = slots {
             add(slots.parts())?;
             return Ok(Vec::new());

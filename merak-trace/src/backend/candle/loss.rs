@@ -4,7 +4,7 @@ use super::{
     Kept,
     accumulate::Slots,
     elements, kept,
-    run::{Node, Number},
+    run::{Node, Number, Results},
     steal,
 };
 use crate::{
@@ -19,7 +19,7 @@ impl Node<'_> {
         &self,
         inputs: &[Value],
         slice: Option<AxisSlice>,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let ids = elements::<i64>(&inputs[0])?;
         let rows = self.table_rows(inputs[1].ty().shape[0], slice);
         let mut y = self.out::<T>(0);
@@ -38,7 +38,7 @@ impl Node<'_> {
         inputs: &[Value],
         (rows, padding, slice): (usize, Option<usize>, Option<AxisSlice>),
         slots: Option<Slots<'_>>,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let rows = TableRows {
             padding,
             ..self.table_rows(rows, slice)
@@ -69,7 +69,7 @@ impl Node<'_> {
         &self,
         inputs: &[Value],
         label_smoothing: f64,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let (logits, labels) = (elements::<T>(&inputs[0])?, elements::<i64>(&inputs[1])?);
         let mut lse = self.out::<T>(1);
         let threads = &self.backend.threads;
@@ -102,11 +102,7 @@ impl Node<'_> {
     }
 
     /// The largest logit of each row, of this rank's classes.
-    pub(super) fn vocab_max<T: Number>(
-        &self,
-        inputs: &[Value],
-        slice: AxisSlice,
-    ) -> Result<Vec<Value>> {
+    pub(super) fn vocab_max<T: Number>(&self, inputs: &[Value], slice: AxisSlice) -> Results {
         let (logits, mut largest) = (elements::<T>(&inputs[0])?, self.out::<T>(0));
         let targets = self.targets(inputs[0].ty(), &[], 0.0, Some(slice));
         let threads = &self.backend.threads;
@@ -120,7 +116,7 @@ impl Node<'_> {
         inputs: &[Value],
         smoothing: f64,
         slice: AxisSlice,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let (logits, labels) = (elements::<T>(&inputs[0])?, elements::<i64>(&inputs[1])?);
         let (largest, mut sums) = (elements::<T>(&inputs[2])?, self.out::<T>(0));
         let targets = self.targets(inputs[0].ty(), &labels, smoothing, Some(slice));
@@ -136,7 +132,7 @@ impl Node<'_> {
         inputs: &[Value],
         smoothing: f64,
         slice: AxisSlice,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let labels = elements::<i64>(&inputs[1])?;
         let (largest, sums) = (elements::<T>(&inputs[2])?, elements::<T>(&inputs[3])?);
         let targets = self.targets(inputs[0].ty(), &labels, smoothing, Some(slice));
@@ -155,7 +151,7 @@ impl Node<'_> {
         mut inputs: Vec<Value>,
         smoothing: f64,
         slice: Option<AxisSlice>,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let threads = &self.backend.threads;
         let logits = inputs.remove(0);
         let (labels, lse) = (elements::<i64>(&inputs[0])?, elements::<T>(&inputs[1])?);
@@ -182,20 +178,20 @@ impl Node<'_> {
         &self,
         inputs: &[Value],
         slots: Option<Slots<'_>>,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         self.sum::<T, 1>(slots, |[sum]| {
             kernels::sum_rows(&self.backend.threads, &elements(&inputs[0])?, sum);
             Ok(())
         })
     }
 
-    pub(super) fn sum_all<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+    pub(super) fn sum_all<T: Number>(&self, inputs: &[Value]) -> Results {
         let x = elements::<T>(&inputs[0])?;
         let sum = x.iter().map(|&x| Float::to_f64(x)).sum::<f64>();
         Ok(vec![self.scalar(sum)?])
     }
 
-    pub(super) fn sum_all_grad<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+    pub(super) fn sum_all_grad<T: Number>(&self, inputs: &[Value]) -> Results {
         let dy = <T as Float>::from_f64(elements::<f64>(&inputs[1])?[0]);
         let mut dx = self.out::<T>(0);
         dx.fill(dy);

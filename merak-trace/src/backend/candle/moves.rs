@@ -1,6 +1,9 @@
 //! Operations that move or convert elements, or number positions.
 
-use super::{Candle, Handle, Pooled, Scalar, elements, own_elements, run::Node};
+use super::{
+    Candle, Handle, Pooled, Scalar, elements, own_elements,
+    run::{Node, Results},
+};
 use crate::{Result, TensorType, Value, kernels, op::RelativeBuckets};
 use merak_mpu::DType;
 use num_traits::AsPrimitive;
@@ -40,7 +43,7 @@ macro_rules! in_memory {
 }
 
 impl Node<'_> {
-    pub(super) fn positions(&self, first: usize, len: usize) -> Result<Vec<Value>> {
+    pub(super) fn positions(&self, first: usize, len: usize) -> Results {
         let positions = (first..first + len)
             .map(|i| i64::try_from(i).expect("a position fits an i64"))
             .collect();
@@ -48,7 +51,7 @@ impl Node<'_> {
     }
 
     /// The number of each position among those of its row that are not 0.
-    pub(super) fn seen_positions(&self, seen: &Value, first: usize) -> Result<Vec<Value>> {
+    pub(super) fn seen_positions(&self, seen: &Value, first: usize) -> Results {
         let before = i64::try_from(first).expect("a position fits an i64") - 1;
         let number = |last: &mut i64, &seen: &i64| {
             *last += i64::from(seen != 0);
@@ -61,17 +64,17 @@ impl Node<'_> {
         Ok(vec![self.backend.wrap_once::<i64>(self.ty(0), positions)?])
     }
 
-    pub(super) fn relative_buckets(&self, spec: &RelativeBuckets) -> Result<Vec<Value>> {
+    pub(super) fn relative_buckets(&self, spec: &RelativeBuckets) -> Results {
         let mut indices = self.backend.result(self.ty(0));
         spec.write_indices(&mut indices);
         Ok(vec![self.backend.wrap::<i64>(self.ty(0), indices)?])
     }
 
-    pub(super) fn reshape(&self, x: &Value) -> Result<Vec<Value>> {
+    pub(super) fn reshape(&self, x: &Value) -> Results {
         Ok(vec![Handle::of(x)?.clone().into_value(self.ty(0).clone())])
     }
 
-    pub(super) fn transpose(&self, x: &Value, perm: &[usize]) -> Result<Vec<Value>> {
+    pub(super) fn transpose(&self, x: &Value, perm: &[usize]) -> Results {
         let shape = &x.ty().shape;
         if perm.iter().filter(|&&dim| shape[dim] != 1).is_sorted() {
             // Only dimensions of size 1 moved: the memory stays the operand's.
@@ -81,24 +84,21 @@ impl Node<'_> {
         in_type!(Handle::of(x)?.dtype(), T => self.transposed::<T>(x, perm))
     }
 
-    fn transposed<T: Scalar>(&self, x: &Value, perm: &[usize]) -> Result<Vec<Value>> {
+    fn transposed<T: Scalar>(&self, x: &Value, perm: &[usize]) -> Results {
         let mut y = vec![T::zero(); x.ty().numel()];
         let from = own_elements::<T>(x, Handle::of(x)?)?;
         kernels::transpose(&self.backend.threads, &x.ty().shape, perm, &from, &mut y);
         Ok(self.wrap_own(y))
     }
 
-    pub(super) fn cast(&self, x: &Value, dtype: DType) -> Result<Vec<Value>> {
+    pub(super) fn cast(&self, x: &Value, dtype: DType) -> Results {
         if x.ty().dtype == dtype {
             return Ok(vec![x.clone()]);
         }
         in_type!(Handle::of(x)?.dtype(), From => in_type!(dtype, To => self.converted::<From, To>(x)))
     }
 
-    fn converted<From: Scalar + AsPrimitive<To>, To: Scalar>(
-        &self,
-        x: &Value,
-    ) -> Result<Vec<Value>> {
+    fn converted<From: Scalar + AsPrimitive<To>, To: Scalar>(&self, x: &Value) -> Results {
         let from = own_elements::<From>(x, Handle::of(x)?)?;
         Ok(self.wrap_own(from.iter().map(|&x| x.as_()).collect()))
     }
@@ -110,20 +110,20 @@ impl Node<'_> {
         vec![Handle::narrow(data, wide, lease).into_value(self.ty(0).clone())]
     }
 
-    pub(super) fn split(&self, x: &Value, dim: usize) -> Result<Vec<Value>> {
+    pub(super) fn split(&self, x: &Value, dim: usize) -> Results {
         in_memory!(self, split_in(x, dim))
     }
 
-    pub(super) fn concat(&self, inputs: &[Value], dim: usize) -> Result<Vec<Value>> {
+    pub(super) fn concat(&self, inputs: &[Value], dim: usize) -> Results {
         in_memory!(self, concat_in(inputs, dim))
     }
 
     /// Zeros.
-    pub(super) fn blank(&self) -> Result<Vec<Value>> {
+    pub(super) fn blank(&self) -> Results {
         in_memory!(self, blank_in())
     }
 
-    fn split_in<T: Scalar>(&self, x: &Value, dim: usize, memory: &Memory<T>) -> Result<Vec<Value>> {
+    fn split_in<T: Scalar>(&self, x: &Value, dim: usize, memory: &Memory<T>) -> Results {
         let outer = x.ty().outer(dim).max(1);
         let x = elements::<T>(x)?;
         let x: &[T] = &x;
@@ -146,12 +146,7 @@ impl Node<'_> {
         self.call.results.iter().map(piece).collect()
     }
 
-    fn concat_in<T: Scalar>(
-        &self,
-        inputs: &[Value],
-        dim: usize,
-        memory: &Memory<T>,
-    ) -> Result<Vec<Value>> {
+    fn concat_in<T: Scalar>(&self, inputs: &[Value], dim: usize, memory: &Memory<T>) -> Results {
         let outer = self.ty(0).outer(dim).max(1);
         let pieces = inputs
             .iter()
@@ -177,7 +172,7 @@ impl Node<'_> {
         Ok(vec![(memory.wrap)(self.backend, self.ty(0), joined)?])
     }
 
-    fn blank_in<T: Scalar>(&self, memory: &Memory<T>) -> Result<Vec<Value>> {
+    fn blank_in<T: Scalar>(&self, memory: &Memory<T>) -> Results {
         let mut zeros = (memory.take)(self.backend, self.ty(0));
         zeros.fill(T::zero());
         Ok(vec![(memory.wrap)(self.backend, self.ty(0), zeros)?])

@@ -3,12 +3,12 @@
 use super::{
     accumulate::Slots,
     elements,
-    run::{Node, Number},
+    run::{Node, Number, Results},
 };
-use crate::{Result, Value, kernels};
+use crate::{Value, kernels};
 
 impl Node<'_> {
-    pub(super) fn layer_norm<T: Number>(&self, inputs: &[Value], eps: f64) -> Result<Vec<Value>> {
+    pub(super) fn layer_norm<T: Number>(&self, inputs: &[Value], eps: f64) -> Results {
         let x = |i: usize| elements::<T>(&inputs[i]);
         let (mut y, mut mean, mut rstd) = (self.out(0), self.out(1), self.out(2));
         kernels::layer_norm::<T>(
@@ -24,7 +24,7 @@ impl Node<'_> {
         self.done([y, mean, rstd])
     }
 
-    pub(super) fn layer_norm_grad_input<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+    pub(super) fn layer_norm_grad_input<T: Number>(&self, inputs: &[Value]) -> Results {
         let x = |i: usize| elements::<T>(&inputs[i]);
         let mut dx = self.out::<T>(0);
         kernels::layer_norm_grad_input(
@@ -43,7 +43,7 @@ impl Node<'_> {
         &self,
         inputs: &[Value],
         slots: Option<Slots<'_>>,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let x = |i: usize| elements::<T>(&inputs[i]);
         self.sum::<T, 2>(slots, |[dw, db]| {
             kernels::layer_norm_grad_params(
@@ -59,7 +59,7 @@ impl Node<'_> {
         })
     }
 
-    pub(super) fn rms_norm<T: Number>(&self, inputs: &[Value], eps: f64) -> Result<Vec<Value>> {
+    pub(super) fn rms_norm<T: Number>(&self, inputs: &[Value], eps: f64) -> Results {
         let x = |i: usize| elements::<T>(&inputs[i]);
         let (mut y, mut rstd) = (self.out(0), self.out(1));
         let threads = &self.backend.threads;
@@ -67,7 +67,7 @@ impl Node<'_> {
         self.done([y, rstd])
     }
 
-    pub(super) fn rms_norm_grad_input<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+    pub(super) fn rms_norm_grad_input<T: Number>(&self, inputs: &[Value]) -> Results {
         let x = |i: usize| elements::<T>(&inputs[i]);
         let mut dx = self.out::<T>(0);
         let threads = &self.backend.threads;
@@ -79,7 +79,7 @@ impl Node<'_> {
         &self,
         inputs: &[Value],
         slots: Option<Slots<'_>>,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let x = |i: usize| elements::<T>(&inputs[i]);
         self.sum::<T, 1>(slots, |[dw]| {
             let threads = &self.backend.threads;

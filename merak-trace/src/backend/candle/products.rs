@@ -4,7 +4,7 @@ use super::{
     Kept, Products,
     accumulate::Slots,
     elements, kept,
-    run::{Node, Number},
+    run::{Node, Number, Results},
 };
 use crate::{
     Result, Value,
@@ -18,7 +18,7 @@ impl Node<'_> {
         inputs: &[Value],
         layout: WeightLayout,
         bias: bool,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let mut y = self.out::<T>(0);
         let bias = if bias {
             Some(elements::<T>(&inputs[2])?)
@@ -33,7 +33,7 @@ impl Node<'_> {
         &self,
         inputs: &[Value],
         layout: WeightLayout,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let mut dx = self.out::<T>(0);
         self.mapped(layout.transposed(), &inputs[0], &inputs[1], None, &mut dx)?;
         self.done([dx])
@@ -44,7 +44,7 @@ impl Node<'_> {
         inputs: &[Value],
         layout: WeightLayout,
         slots: Option<Slots<'_>>,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let (x, dy) = (&inputs[0], &inputs[1]);
         if let Some(slots) = slots {
             let [dw] = slots.parts::<T, 1>();
@@ -137,12 +137,7 @@ impl Node<'_> {
         Ok(())
     }
 
-    pub(super) fn matmul<T: Number>(
-        &self,
-        inputs: &[Value],
-        ta: bool,
-        tb: bool,
-    ) -> Result<Vec<Value>> {
+    pub(super) fn matmul<T: Number>(&self, inputs: &[Value], ta: bool, tb: bool) -> Results {
         let shape_of = |value: &Value| {
             let shape = &value.ty().shape;
             (shape[shape.len() - 2], shape[shape.len() - 1])

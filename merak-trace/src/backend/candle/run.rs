@@ -1,9 +1,16 @@
 //! One node at a time: which kernel computes which operation.
 
-use super::{Candle, Pooled, Scalar, accumulate::Slots};
+use super::{
+    Candle, Pooled, Scalar,
+    accumulate::Slots,
+    elementwise::{inverse_root, mul},
+};
 use crate::{
     Call, Error, Op, Result, TensorType, Value,
-    kernels::{Float, KernelError, Operand},
+    kernels::{
+        Float, KernelError, Operand, activation, activation_grad, scale, silu_mul, softmax,
+        softmax_grad,
+    },
 };
 use half::bf16;
 use merak_mpu::DType;
@@ -21,6 +28,9 @@ impl Number for f32 {
 impl Number for f64 {
     type Narrow = f64;
 }
+
+/// The results of a node.
+pub(super) type Results = Result<Vec<Value>>;
 
 /// Calls a method of a node in the element type that its kernel computes with.
 macro_rules! in_float {
@@ -43,8 +53,9 @@ pub(super) fn run(
     call: Call<'_>,
     inputs: Vec<Value>,
     slots: Option<Slots<'_>>,
-) -> Result<Vec<Value>> {
+) -> Results {
     let node = Node { backend, call };
+    let width = || node.ty(0).last_dim();
     match call.op {
         Op::Positions { len, first } => node.positions(*first, *len),
         Op::SeenPositions { first } => node.seen_positions(&inputs[0], *first),
@@ -71,16 +82,48 @@ pub(super) fn run(
         Op::RmsNorm { eps } => in_float!(node, rms_norm(&inputs, *eps)),
         Op::RmsNormGradInput => in_float!(node, rms_norm_grad_input(&inputs)),
         Op::RmsNormGradParams => in_float!(node, rms_norm_grad_params(&inputs, slots)),
-        Op::Activation(kind) => in_float!(node, activation(&inputs, *kind)),
-        Op::ActivationGrad(kind) => in_float!(node, activation_grad(&inputs, *kind)),
-        Op::SiluMul => in_float!(node, silu_mul(&inputs)),
+        Op::Activation(kind) => {
+            in_float!(node, unary(&inputs, |on, x, y| activation(on, *kind, x, y)))
+        }
+        Op::ActivationGrad(kind) => {
+            in_float!(
+                node,
+                binary(&inputs, |on, x, dy, dx| activation_grad(
+                    on, *kind, x, dy, dx
+                ))
+            )
+        }
+        Op::SiluMul => in_float!(node, binary(&inputs, silu_mul)),
         Op::SiluMulGrad => in_float!(node, silu_mul_grad(&inputs)),
-        Op::Softmax => in_float!(node, softmax(&inputs)),
-        Op::SoftmaxGrad => in_float!(node, softmax_grad(&inputs)),
-        Op::InverseRoot => in_float!(node, inverse_root(&inputs)),
-        Op::Scale { factor } => in_float!(node, scale(&inputs, *factor)),
+        Op::Softmax => {
+            in_float!(node, unary(&inputs, |on, x, y| softmax(on, width(), x, y)))
+        }
+        Op::SoftmaxGrad => {
+            in_float!(
+                node,
+                binary(&inputs, |on, y, dy, dx| softmax_grad(
+                    on,
+                    width(),
+                    y,
+                    dy,
+                    dx
+                ))
+            )
+        }
+        Op::InverseRoot => in_float!(node, unary(&inputs, inverse_root)),
+        Op::Scale { factor } => {
+            in_float!(
+                node,
+                unary(&inputs, |on, x, y| scale(
+                    on,
+                    Float::from_f64(*factor),
+                    x,
+                    y
+                ))
+            )
+        }
         Op::Add => in_float!(node, add(inputs)),
-        Op::Mul => in_float!(node, mul(&inputs)),
+        Op::Mul => in_float!(node, binary(&inputs, mul)),
         Op::SumLeading { .. } => in_float!(node, sum_leading(&inputs, slots)),
         Op::Dropout(spec) => in_float!(node, dropout(inputs, spec)),
         Op::Rope(rope) => in_float!(node, rope(&inputs, rope)),
@@ -157,10 +200,7 @@ impl Node<'_> {
     }
 
     /// Wraps the results, in their order.
-    pub(super) fn done<T: Number, const N: usize>(
-        &self,
-        results: [Vec<T>; N],
-    ) -> Result<Vec<Value>> {
+    pub(super) fn done<T: Number, const N: usize>(&self, results: [Vec<T>; N]) -> Results {
         results
             .into_iter()
             .zip(self.call.results)
