@@ -8,7 +8,7 @@ use super::{
 use crate::{
     Value,
     kernels::{self, Float, Threads, Turn},
-    op::{DropoutSpec, Rope},
+    op::{Activation, DropoutSpec, Rope},
 };
 
 impl Node<'_> {
@@ -33,6 +33,30 @@ impl Node<'_> {
         let (a, b) = (elements(&inputs[0])?, elements(&inputs[1])?);
         kernel(&self.backend.threads, &a, &b, &mut y);
         self.done([y])
+    }
+
+    pub(super) fn activation<T: Number>(&self, inputs: &[Value], kind: Activation) -> Results {
+        self.unary::<T>(inputs, |on, x, y| kernels::activation(on, kind, x, y))
+    }
+
+    pub(super) fn activation_grad<T: Number>(&self, inputs: &[Value], kind: Activation) -> Results {
+        let kernel = kernels::activation_grad;
+        self.binary::<T>(inputs, |on, x, dy, dx| kernel(on, kind, x, dy, dx))
+    }
+
+    pub(super) fn softmax<T: Number>(&self, inputs: &[Value]) -> Results {
+        let width = self.ty(0).last_dim();
+        self.unary::<T>(inputs, |on, x, y| kernels::softmax(on, width, x, y))
+    }
+
+    pub(super) fn softmax_grad<T: Number>(&self, inputs: &[Value]) -> Results {
+        let (width, kernel) = (self.ty(0).last_dim(), kernels::softmax_grad);
+        self.binary::<T>(inputs, |on, y, dy, dx| kernel(on, width, y, dy, dx))
+    }
+
+    pub(super) fn scale<T: Number>(&self, inputs: &[Value], factor: f64) -> Results {
+        let factor = <T as Float>::from_f64(factor);
+        self.unary::<T>(inputs, |on, x, y| kernels::scale(on, factor, x, y))
     }
 
     pub(super) fn silu_mul_grad<T: Number>(&self, inputs: &[Value]) -> Results {

@@ -36,7 +36,8 @@ impl Node<'_> {
     pub(super) fn embedding_grad<T: Number>(
         &self,
         inputs: &[Value],
-        (rows, padding, slice): (usize, Option<usize>, Option<AxisSlice>),
+        rows: usize,
+        (padding, slice): (Option<usize>, Option<AxisSlice>),
         slots: Option<Slots<'_>>,
     ) -> Results {
         let rows = TableRows {

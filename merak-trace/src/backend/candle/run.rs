@@ -7,10 +7,7 @@ use super::{
 };
 use crate::{
     Call, Error, Op, Result, TensorType, Value,
-    kernels::{
-        Float, KernelError, Operand, activation, activation_grad, scale, silu_mul, softmax,
-        softmax_grad,
-    },
+    kernels::{self, Float, KernelError, Operand},
 };
 use half::bf16;
 use merak_mpu::DType;
@@ -55,7 +52,6 @@ pub(super) fn run(
     slots: Option<Slots<'_>>,
 ) -> Results {
     let node = Node { backend, call };
-    let width = || node.ty(0).last_dim();
     match call.op {
         Op::Positions { len, first } => node.positions(*first, *len),
         Op::SeenPositions { first } => node.seen_positions(&inputs[0], *first),
@@ -82,46 +78,14 @@ pub(super) fn run(
         Op::RmsNorm { eps } => in_float!(node, rms_norm(&inputs, *eps)),
         Op::RmsNormGradInput => in_float!(node, rms_norm_grad_input(&inputs)),
         Op::RmsNormGradParams => in_float!(node, rms_norm_grad_params(&inputs, slots)),
-        Op::Activation(kind) => {
-            in_float!(node, unary(&inputs, |on, x, y| activation(on, *kind, x, y)))
-        }
-        Op::ActivationGrad(kind) => {
-            in_float!(
-                node,
-                binary(&inputs, |on, x, dy, dx| activation_grad(
-                    on, *kind, x, dy, dx
-                ))
-            )
-        }
-        Op::SiluMul => in_float!(node, binary(&inputs, silu_mul)),
+        Op::Activation(kind) => in_float!(node, activation(&inputs, *kind)),
+        Op::ActivationGrad(kind) => in_float!(node, activation_grad(&inputs, *kind)),
+        Op::SiluMul => in_float!(node, binary(&inputs, kernels::silu_mul)),
         Op::SiluMulGrad => in_float!(node, silu_mul_grad(&inputs)),
-        Op::Softmax => {
-            in_float!(node, unary(&inputs, |on, x, y| softmax(on, width(), x, y)))
-        }
-        Op::SoftmaxGrad => {
-            in_float!(
-                node,
-                binary(&inputs, |on, y, dy, dx| softmax_grad(
-                    on,
-                    width(),
-                    y,
-                    dy,
-                    dx
-                ))
-            )
-        }
+        Op::Softmax => in_float!(node, softmax(&inputs)),
+        Op::SoftmaxGrad => in_float!(node, softmax_grad(&inputs)),
         Op::InverseRoot => in_float!(node, unary(&inputs, inverse_root)),
-        Op::Scale { factor } => {
-            in_float!(
-                node,
-                unary(&inputs, |on, x, y| scale(
-                    on,
-                    Float::from_f64(*factor),
-                    x,
-                    y
-                ))
-            )
-        }
+        Op::Scale { factor } => in_float!(node, scale(&inputs, *factor)),
         Op::Add => in_float!(node, add(inputs)),
         Op::Mul => in_float!(node, binary(&inputs, mul)),
         Op::SumLeading { .. } => in_float!(node, sum_leading(&inputs, slots)),
@@ -136,7 +100,7 @@ pub(super) fn run(
             slice,
         } => in_float!(
             node,
-            embedding_grad(&inputs, (*rows, *padding, *slice), slots)
+            embedding_grad(&inputs, *rows, (*padding, *slice), slots)
         ),
         // The loss is always f64, so the type of its operands decides.
         Op::CrossEntropy { label_smoothing } => {
