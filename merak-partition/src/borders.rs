@@ -1,6 +1,9 @@
 //! What crosses each border between two nodes, and which borders may be cut.
 
-use merak_trace::{Axis, Graph, Node, Op, Source, ValueId, op::JoinedGrad};
+use merak_trace::{
+    Axis, Graph, Node, Source, ValueId,
+    op::{Class, Collective},
+};
 
 /// A value with more users than this is not counted: stages hand it along.
 const MAX_COUNTED_USERS: usize = 5;
@@ -152,7 +155,8 @@ fn functions_of_inputs(graph: &Graph) -> Vec<bool> {
 fn open_values(graph: &Graph) -> Vec<bool> {
     let mut partial = vec![false; graph.num_values()];
     for node in graph.nodes() {
-        if matches!(node.op, Op::AllReduce { .. } | Op::ReduceScatter { .. }) {
+        let region = node.op.region().map(|region| region.kind);
+        if region.is_some_and(|kind| kind.forward().is_some_and(Collective::reduces)) {
             partial[node.inputs[0].index()] = true;
         }
         let starts = makes_partial_sum(graph, node);
@@ -163,25 +167,20 @@ fn open_values(graph: &Graph) -> Vec<bool> {
         }
     }
     // The gradient at the begin of a split region is a summand until it has left the region.
-    for node in graph.nodes().iter().filter(|node| opens_region(&node.op)) {
-        partial[node.outputs[0].index()] = true;
+    for node in graph.nodes() {
+        let region = node.op.region().map(|region| region.kind);
+        if region.is_some_and(|kind| kind.backward().is_some_and(Collective::reduces)) {
+            partial[node.outputs[0].index()] = true;
+        }
     }
     partial
-}
-
-/// Whether each rank does a different part of the work with the whole result.
-fn opens_region(op: &Op) -> bool {
-    let joins = |grad: JoinedGrad| grad == JoinedGrad::Summand;
-    matches!(op, Op::CopyTo { .. }) || matches!(op, Op::AllGather { grad, .. } if joins(*grad))
 }
 
 /// Whether a node multiplies with, or looks up in, a table whose summed dimension is split over
 /// ranks.
 fn makes_partial_sum(graph: &Graph, node: &Node) -> bool {
-    let summed = match node.op {
-        Op::Linear { layout, .. } => layout.in_dim(),
-        Op::Embedding { .. } => 0,
-        _ => return false,
+    let Some(summed) = node.op.summed_dim() else {
+        return false;
     };
     let table = graph.param_of(node.inputs[1]).map(|id| graph.param(id));
     let cut = table.and_then(|table| table.placements.on(Axis::Tensor).as_shard());
@@ -216,7 +215,7 @@ fn borders_after_lookups(graph: &Graph, from_inputs: &[bool]) -> Vec<bool> {
             .iter()
             .all(|output| from_inputs[output.index()]);
         let passes = only_inputs || node.op.communicates().is_some();
-        after[index + 1] = matches!(node.op, Op::Embedding { .. }) || (passes && after[index]);
+        after[index + 1] = node.op.class() == Class::Lookup || (passes && after[index]);
     }
     after
 }

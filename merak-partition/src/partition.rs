@@ -1,7 +1,7 @@
 //! A graph cut into stages, and what each stage recomputes.
 
 use crate::{Error, Found, Result, SegmentOptions, Segments, StageMethod, segment, stages};
-use merak_trace::{Graph, Node, Op, RecomputePlan, StageCuts};
+use merak_trace::{Graph, Node, RecomputePlan, StageCuts, op::Class};
 use std::ops::Range;
 
 /// Which nodes each stage runs.
@@ -107,9 +107,7 @@ pub fn recompute_plan(
     chunks.retain(|chunk| {
         let nodes = &graph.nodes()[bounds[chunk[0]]..bounds[chunk[chunk.len() - 1] + 1]];
         nodes.iter().any(|node| reads_params(graph, node))
-            && !nodes
-                .iter()
-                .any(|node| matches!(node.op, Op::Embedding { .. }))
+            && !nodes.iter().any(|node| node.op.class() == Class::Lookup)
     });
     let mut left = most;
     let limited = chunks.into_iter().filter_map(|chunk| {

@@ -5,7 +5,7 @@ use crate::{
     matching::{self, Layer, Role},
     rewriter::Rewriter,
 };
-use merak_trace::{Graph, NodeId, Op, ValueId};
+use merak_trace::{Graph, NodeId, ValueId, op::Class};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -270,7 +270,7 @@ impl<'a> Search<'a> {
             .filter(|group| group.kind == Some(kind))
             .flat_map(|group| group.members.iter().map(scope))
             .collect();
-        let linear = |id: &NodeId| matches!(self.model.node(*id).op, Op::Linear { .. });
+        let linear = |id: &NodeId| matches!(self.model.node(*id).op.class(), Class::Linear(_));
         let others: BTreeSet<_> = self
             .model
             .node_ids()

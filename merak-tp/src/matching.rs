@@ -1,7 +1,7 @@
 //! Which linear layers of a model the lists split, and into which parts.
 
 use crate::{Error, LayerLists, Options, Result, SplitKind, report::KeptWhole, slices, vocab};
-use merak_trace::{Beside, Graph, Node, NodeId, Op, ParamId, Shard, ValueId};
+use merak_trace::{Beside, Graph, Node, NodeId, Op, ParamId, Shard, ValueId, op::Class};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// How one linear layer is split.
@@ -149,7 +149,7 @@ pub(crate) fn layers<'a>(model: &'a Graph, users: &[Vec<NodeId>]) -> Vec<Layer<'
     let mut layers = Vec::new();
     for id in model.node_ids() {
         let node = model.node(id);
-        if let Op::Linear { layout, .. } = node.op
+        if let Class::Linear(layout) = node.op.class()
             && beside(model, node).is_none()
         {
             let shape = &model.ty(node.inputs[1]).shape;
@@ -226,7 +226,8 @@ fn adapted(model: &Graph, users: &[Vec<NodeId>], layer: &Node) -> ValueId {
     let mut value = layer.outputs[0];
     while let [user] = users[value.index()][..] {
         let node = model.node(user);
-        let is_glue = matches!(node.op, Op::Add | Op::Mul) && node.scope == layer.scope;
+        let is_glue =
+            matches!(node.op.class(), Class::Add | Class::Mul) && node.scope == layer.scope;
         if !is_glue || node.inputs[0] != value {
             break;
         }
@@ -247,7 +248,7 @@ fn follow(model: &Graph, matches: &mut Matches) {
     let mut cuts = BTreeMap::new();
     for (id, role) in &matches.roles {
         let node = model.node(*id);
-        if let (Op::Linear { layout, .. }, Some(weight)) = (&node.op, model.weight_of(node)) {
+        if let (Class::Linear(layout), Some(weight)) = (node.op.class(), model.weight_of(node)) {
             let dim = match role.kind {
                 SplitKind::Col => layout.out_dim(),
                 SplitKind::Row => layout.in_dim(),
@@ -257,7 +258,7 @@ fn follow(model: &Graph, matches: &mut Matches) {
     }
     for id in model.node_ids() {
         let node = model.node(id);
-        let (Op::Linear { layout, .. }, Some(beside)) = (&node.op, beside(model, node)) else {
+        let (Class::Linear(layout), Some(beside)) = (node.op.class(), beside(model, node)) else {
             continue;
         };
         let Some((_, role)) = cuts
@@ -333,17 +334,26 @@ fn keep_shared_heads_whole(model: &Graph, degree: usize, matches: &mut Matches) 
 fn made_by(model: &Graph, value: ValueId) -> Option<NodeId> {
     let id = model.producer(value)?;
     let node = model.node(id);
-    match &node.op {
-        Op::Linear { .. } => Some(id),
-        Op::Rope(_)
-        | Op::Reshape { .. }
-        | Op::RmsNorm { .. }
-        | Op::Scale { .. }
-        | Op::Cast { .. }
-        | Op::Identity => made_by(model, node.inputs[0]),
-        Op::Add | Op::Mul => {
+    match node.op.class() {
+        Class::Linear(_) => Some(id),
+        Class::Rope | Class::RmsNorm | Class::Form | Class::Identity => {
+            made_by(model, node.inputs[0])
+        }
+        Class::Add | Class::Mul => {
             made_by(model, node.inputs[0]).filter(|&made| model.node(made).scope == node.scope)
         }
-        _ => None,
+        Class::Source
+        | Class::Lookup
+        | Class::LayerNorm
+        | Class::Attention
+        | Class::Activation
+        | Class::Dropout
+        | Class::Loss(_)
+        | Class::Transpose
+        | Class::Total
+        | Class::Function
+        | Class::Constant
+        | Class::Gradient
+        | Class::Region(_) => None,
     }
 }

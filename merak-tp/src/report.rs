@@ -1,7 +1,7 @@
 //! The report of a rewrite, for people.
 
 use crate::{Choice, SplitKind};
-use merak_trace::{Axis, Graph, Op, ValueId, needs_grad, op::JoinedGrad};
+use merak_trace::{Axis, Graph, ValueId, needs_grad, op::Collective};
 use serde::Serialize;
 use std::fmt;
 
@@ -96,22 +96,25 @@ impl Report {
     pub(crate) fn count_traffic(&mut self, graph: &Graph) {
         let needs_grad = needs_grad(graph, &[]);
         for node in graph.nodes() {
-            let (input, output) = (node.inputs.first().copied(), node.outputs[0]);
+            let region = node.op.region();
+            let Some(region) = region.filter(|region| region.axis == Axis::Tensor) else {
+                continue;
+            };
+            let (input, output) = (node.inputs[0], node.outputs[0]);
             let bytes = |value: ValueId| graph.ty(value).size_bytes();
             // The whole value, forward and backward alike.
-            let parts = if matches!(node.op, Op::AllToAll { .. }) {
-                self.degree
-            } else {
-                1
+            let (forward, backward) = (region.kind.forward(), region.kind.backward());
+            let parts = match forward {
+                Some(Collective::AllToAll) => self.degree,
+                Some(Collective::AllReduce | Collective::AllGather | Collective::ReduceScatter)
+                | None => 1,
             };
-            let whole = parts * input.map_or(0, bytes).max(bytes(output));
-            let [forward, backward] = collectives(&node.op);
-            let is_trained = input.is_some_and(|input| needs_grad[input.index()]);
+            let whole = parts * bytes(input).max(bytes(output));
             if let Some(collective) = forward {
-                self.count(collective, false, whole);
+                self.count(collective.name(), false, whole);
             }
-            if let Some(collective) = backward.filter(|_| is_trained) {
-                self.count(collective, true, whole);
+            if let Some(collective) = backward.filter(|_| needs_grad[input.index()]) {
+                self.count(collective.name(), true, whole);
             }
         }
         self.traffic
@@ -134,34 +137,6 @@ impl Report {
         });
         self.traffic[index].count += 1;
         self.traffic[index].bytes += bytes;
-    }
-}
-
-/// What a node communicates over the tensor axis, forward and backward.
-fn collectives(op: &Op) -> [Option<&'static str>; 2] {
-    match op {
-        Op::CopyTo { axis: Axis::Tensor } => [None, Some("all_reduce")],
-        Op::AllReduce {
-            axis: Axis::Tensor, ..
-        } => [Some("all_reduce"), None],
-        Op::Scatter {
-            axis: Axis::Tensor, ..
-        } => [None, Some("all_gather")],
-        Op::AllGather {
-            axis: Axis::Tensor,
-            grad,
-            ..
-        } => match grad {
-            JoinedGrad::Whole => [Some("all_gather"), None],
-            JoinedGrad::Summand => [Some("all_gather"), Some("reduce_scatter")],
-        },
-        Op::ReduceScatter {
-            axis: Axis::Tensor, ..
-        } => [Some("reduce_scatter"), Some("all_gather")],
-        Op::AllToAll {
-            axis: Axis::Tensor, ..
-        } => [Some("all_to_all"), Some("all_to_all")],
-        _ => [None, None],
     }
 }
 

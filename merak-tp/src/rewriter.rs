@@ -477,9 +477,9 @@ fn split_module(model: &Graph, node: &Node, role: &Role, degree: usize) -> Split
         module: node.scope.to_string(),
         kind: role.kind,
         matched_by: role.list.clone(),
-        in_features: match node.op {
-            Op::Embedding { .. } => model.ty(node.inputs[1]).shape[0],
-            _ => features(node.inputs[0]),
+        in_features: match node.op.summed_dim() {
+            Some(dim) => model.ty(node.inputs[1]).shape[dim],
+            None => features(node.inputs[0]),
         },
         out_features: features(node.outputs[0]),
         padding: match role.parts[..] {
@@ -501,15 +501,11 @@ fn refuse_rewritten(model: &Graph) -> Result<()> {
         .iter()
         .find(|param| *param.placements.on(Axis::Tensor) != Placement::Replicate)
         .map(|param| param.name.clone());
-    let node = model.nodes().iter().find(|node| match &node.op {
-        Op::CopyTo { axis }
-        | Op::AllReduce { axis, .. }
-        | Op::AllGather { axis, .. }
-        | Op::Scatter { axis, .. }
-        | Op::ReduceScatter { axis, .. }
-        | Op::AllToAll { axis, .. } => *axis == Axis::Tensor,
-        _ => false,
-    });
+    let is_split = |node: &&Node| {
+        let region = node.op.region();
+        region.is_some_and(|region| region.axis == Axis::Tensor)
+    };
+    let node = model.nodes().iter().find(is_split);
     match param.or_else(|| node.map(|node| node.name.to_string())) {
         Some(place) => Err(Error::AlreadySplit { place }),
         None => Ok(()),

@@ -13,7 +13,7 @@ mod shape;
 mod vocab;
 
 use crate::{Options, Result, matching::Role};
-use merak_trace::{Node, Op, Placement, Shard, TensorType};
+use merak_trace::{Node, Op, Placement, Shard, TensorType, op::Class};
 
 /// How a node needs an operand.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,7 +107,7 @@ impl Site<'_> {
 /// When a size cannot be split as the lists ask for.
 pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
     let all_whole = (0..site.types.len()).all(|operand| site.shard(operand).is_none());
-    let is_lookup = matches!(site.node.op, Op::Embedding { .. });
+    let is_lookup = site.node.op.class() == Class::Lookup;
     if all_whole && site.role.is_none() && !is_lookup {
         return Ok(site.whole());
     }

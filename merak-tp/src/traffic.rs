@@ -124,15 +124,12 @@ fn layer_of(scope: &str) -> &str {
 /// Bytes of the whole value that a collective sums, joins or turns.
 fn whole_bytes(graph: &Graph, node: &Node) -> usize {
     let operand = graph.ty(node.inputs[0]);
-    match &node.op {
-        Op::AllToAll { from, .. } => {
-            let whole = from.parts.iter().sum();
-            operand.with_dim(from.dim, whole).size_bytes()
-        }
-        _ => operand
-            .size_bytes()
-            .max(graph.ty(node.outputs[0]).size_bytes()),
+    if let Op::AllToAll { from, .. } = &node.op {
+        let whole = from.parts.iter().sum();
+        return operand.with_dim(from.dim, whole).size_bytes();
     }
+    let result = graph.ty(node.outputs[0]);
+    operand.size_bytes().max(result.size_bytes())
 }
 
 impl fmt::Display for Traffic {

@@ -5,7 +5,7 @@ use crate::{
     error::divisors,
     matching::{Layer, Matches, Role},
 };
-use merak_trace::{Graph, NodeId, Op, ParamId, Source};
+use merak_trace::{Graph, NodeId, ParamId, Source, op::Class};
 use std::collections::BTreeMap;
 
 /// The name of the option in reports and messages.
@@ -32,9 +32,9 @@ pub(crate) fn split(
             .inputs
             .get(1)
             .and_then(|&weight| model.param_of(weight));
-        let kind = match node.op {
-            Op::Embedding { .. } => SplitKind::Row,
-            Op::Linear { .. } => SplitKind::Col,
+        let kind = match node.op.class() {
+            Class::Lookup => SplitKind::Row,
+            Class::Linear(_) => SplitKind::Col,
             _ => continue,
         };
         let Some(param) = weight.filter(|param| tables.get(param).is_some_and(Option::is_some))
@@ -77,7 +77,7 @@ fn tables(model: &Graph, layers: &[Layer<'_>], vocab: usize) -> BTreeMap<ParamId
         }
     };
     for layer in layers {
-        let Op::Linear { layout, .. } = layer.node.op else {
+        let Class::Linear(layout) = layer.node.op.class() else {
             continue;
         };
         if let Some(param) = model.weight_of(layer.node)
@@ -88,7 +88,7 @@ fn tables(model: &Graph, layers: &[Layer<'_>], vocab: usize) -> BTreeMap<ParamId
         }
     }
     for node in model.nodes() {
-        if let Op::Embedding { .. } = node.op
+        if node.op.class() == Class::Lookup
             && let Some(param) = model.param_of(node.inputs[1])
             && let Source::Input(_) = model.value(node.inputs[0]).source
             && model.param(param).full.shape[0] == vocab
@@ -104,7 +104,7 @@ fn by_rows(model: &Graph, matches: &Matches, param: ParamId) -> bool {
     let splits = |(id, role): (&NodeId, &Role)| {
         let node = model.node(*id);
         role.kind == SplitKind::Row
-            && matches!(node.op, Op::Linear { .. })
+            && matches!(node.op.class(), Class::Linear(_))
             && model.weight_of(node) == Some(param)
     };
     matches.roles.iter().any(splits)

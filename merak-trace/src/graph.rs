@@ -1,6 +1,8 @@
 //! The graph of a model: typed values in single-assignment form, parameters by name.
 
-use crate::{Axis, Error, Op, Param, ParamRole, Placement, Result, TensorType, infer::infer};
+use crate::{
+    Axis, Error, Op, Param, ParamRole, Placement, Result, TensorType, infer::infer, op::Class,
+};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -325,12 +327,26 @@ impl Graph {
             || users[value.index()]
                 .iter()
                 .map(|&user| self.node(user))
-                .any(|user| match user.op {
-                    Op::CrossEntropy { .. } | Op::VocabLoss { .. } => true,
-                    Op::Reshape { .. } | Op::Cast { .. } | Op::Scale { .. } | Op::Identity => {
-                        self.ends_model(users, user.outputs[0])
-                    }
-                    _ => false,
+                .any(|user| match user.op.class() {
+                    Class::Loss(_) => true,
+                    Class::Form | Class::Identity => self.ends_model(users, user.outputs[0]),
+                    Class::Source
+                    | Class::Linear(_)
+                    | Class::Lookup
+                    | Class::LayerNorm
+                    | Class::RmsNorm
+                    | Class::Attention
+                    | Class::Rope
+                    | Class::Activation
+                    | Class::Dropout
+                    | Class::Add
+                    | Class::Mul
+                    | Class::Transpose
+                    | Class::Total
+                    | Class::Function
+                    | Class::Constant
+                    | Class::Gradient
+                    | Class::Region(_) => false,
                 })
     }
 

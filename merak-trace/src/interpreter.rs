@@ -9,9 +9,8 @@ use crate::{
     Error, NodeId, Op, Result, SharedBackend, Source, StageProgram, TensorType, Value, ValueId,
     autodiff::Phase,
     backend::{Call, GradSink, RunContext},
-    op::Reduction,
 };
-use merak_mpu::{Axis, Group, Mpu, ReduceOp};
+use merak_mpu::{Axis, Group, Mpu};
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
 /// Gives the process group along a mesh axis.
@@ -371,7 +370,7 @@ impl Interpreter {
             .collect();
         slots.iter().try_for_each(|&slot| store.open(slot))?;
         let call = self.call(id, &frame.context);
-        if node.op.is_region() {
+        if node.op.region().is_some() {
             // Sharded work used the whole parameter: its gradient crosses the region's border
             // first.
             let summed = self.execute(call, inputs)?;
@@ -418,61 +417,20 @@ impl Interpreter {
     }
 
     fn execute(&self, call: Call<'_>, mut inputs: Vec<Value>) -> Result<Vec<Value>> {
-        match call.op {
-            Op::CopyTo { .. } | Op::Identity => Ok(inputs),
-            Op::AllReduce { axis, op } => {
-                let value = inputs.swap_remove(0);
-                let Some(group) = self.groups.along(*axis) else {
-                    return Ok(vec![value]);
-                };
-                let buffer = self.backend.into_buffer(value)?;
-                let joined = match op {
-                    Reduction::Sum => ReduceOp::Sum,
-                    Reduction::Max => ReduceOp::Max,
-                };
-                let reduced = group.all_reduce(buffer, joined);
-                let reduced = reduced.map_err(|source| Error::Collective {
-                    node: call.name.to_owned(),
-                    source,
-                })?;
-                Ok(vec![self.backend.from_buffer(&call.results[0], reduced)?])
-            }
-            Op::AllGather { axis, shard, .. } => {
-                let value = inputs.swap_remove(0);
-                let Some(group) = self.groups.along(*axis) else {
-                    return Ok(vec![value]);
-                };
-                Ok(vec![self.all_gather(call, value, &group, shard)?])
-            }
-            Op::ReduceScatter { axis, shard, .. } => {
-                let value = inputs.swap_remove(0);
-                let Some(group) = self.groups.along(*axis) else {
-                    return Ok(vec![value]);
-                };
-                Ok(vec![self.reduce_scatter(call, value, &group, shard)?])
-            }
-            Op::AllToAll { axis, from, to } => {
-                let value = inputs.swap_remove(0);
-                let Some(group) = self.groups.along(*axis) else {
-                    return Ok(vec![value]);
-                };
-                Ok(vec![self.all_to_all(call, value, &group, [from, to])?])
-            }
-            Op::Scatter { axis, shard, .. } => {
-                let value = inputs.swap_remove(0);
-                let Some(group) = self.groups.along(*axis) else {
-                    return Ok(vec![value]);
-                };
-                Ok(vec![self.own_slice(
-                    call,
-                    value,
-                    shard,
-                    group.rank(),
-                    group.world_size(),
-                )?])
-            }
-            _ => self.backend.run(call, inputs),
+        if call.op.has_kernel() {
+            return self.backend.run(call, inputs);
         }
+        let region = call.op.region();
+        let group = region.and_then(|region| Some((region.kind, self.groups.along(region.axis)?)));
+        let Some((kind, group)) = group else {
+            return Ok(inputs);
+        };
+        Ok(vec![self.cross(
+            call,
+            inputs.swap_remove(0),
+            &group,
+            kind,
+        )?])
     }
 }
 

@@ -10,7 +10,7 @@ use crate::{
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::input_bytes;
-use merak_trace::{Graph, Op, StageProgram};
+use merak_trace::{Graph, StageProgram, op::Class};
 use std::{fmt, iter};
 use threads::{mapped_bytes, touched_bytes};
 
@@ -272,7 +272,7 @@ impl Plan {
         let graphs = programs.iter().map(|program| &program.graph);
         let bytes = |graph: &Graph| -> usize {
             let nodes = graph.nodes().iter();
-            let attentions = nodes.filter(|node| matches!(node.op, Op::Attention(_)));
+            let attentions = nodes.filter(|node| node.op.class() == Class::Attention);
             // Queries, keys and values, in this order.
             let kept = attentions.flat_map(|node| &node.inputs[1..3]);
             kept.map(|&value| graph.ty(value).size_bytes()).sum()

@@ -25,8 +25,9 @@ use merak_partition::{
 };
 use merak_tp::{Sequence, rewrite_with};
 use merak_trace::{
-    Axis, Node, Op, Param, Shard, StageCuts, StageProgram,
+    Axis, Node, Param, Shard, StageCuts, StageProgram,
     models::{Head, Objective, TraceOptions},
+    op::Class,
 };
 use merak_zero::{KeptBytes, ZeroConfig};
 use std::{
@@ -144,7 +145,7 @@ impl Plan {
 
     /// The stage with the model's last attention; after it, positions do not depend on each other.
     pub(crate) fn last_attention(&self) -> usize {
-        let is_attention = |node: &Node| matches!(node.op, Op::Attention(_));
+        let is_attention = |node: &Node| node.op.class() == Class::Attention;
         let last = self.graph.nodes().iter().rposition(is_attention);
         let mut stages = (0..self.cuts.num_stages()).rev();
         let holder = last.and_then(|last| stages.find(|&s| self.cuts.nodes(s).contains(&last)));
@@ -281,7 +282,7 @@ impl Plan {
     /// does not count.
     pub fn flops_per_token(&self) -> f64 {
         let nodes = self.graph.nodes().iter();
-        let nodes = nodes.filter(|node| !matches!(node.op, Op::Embedding { .. }));
+        let nodes = nodes.filter(|node| node.op.class() != Class::Lookup);
         let read = nodes.flat_map(|node| &node.inputs);
         let multiplied: BTreeSet<_> = read
             .filter_map(|&value| self.graph.param_of(value))

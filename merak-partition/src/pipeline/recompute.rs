@@ -7,7 +7,7 @@ use crate::{
     recompute_plan,
 };
 use merak_pipe::{Schedule, ScheduleKind, StageId};
-use merak_trace::{Op, RecomputePlan};
+use merak_trace::{Op, RecomputePlan, op::Class};
 use std::collections::BTreeMap;
 
 /// What backwards recompute.
@@ -187,11 +187,12 @@ impl RecomputeOp {
 
     /// Whether an operation is of this kind.
     fn is(self, op: &Op) -> bool {
+        let class = op.class();
         match self {
-            Self::Attention => matches!(op, Op::Attention(_)),
-            Self::Activation => matches!(op, Op::Activation(_) | Op::SiluMul),
-            Self::Norm => matches!(op, Op::LayerNorm { .. } | Op::RmsNorm { .. }),
-            Self::Dropout => matches!(op, Op::Dropout(_)),
+            Self::Attention => class == Class::Attention,
+            Self::Activation => class == Class::Activation,
+            Self::Norm => matches!(class, Class::LayerNorm | Class::RmsNorm),
+            Self::Dropout => class == Class::Dropout,
             Self::Gather => matches!(op, Op::AllGather { .. }),
         }
     }

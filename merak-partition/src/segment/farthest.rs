@@ -3,7 +3,10 @@
 
 use super::SplitRule;
 use crate::borders::Borders;
-use merak_trace::{Graph, Node, NodeId, Op, ValueId};
+use merak_trace::{
+    Graph, Node, NodeId, ValueId,
+    op::{Class, Collective},
+};
 use std::collections::BTreeSet;
 
 /// A border that may be cut, and the weight of all nodes before it.
@@ -41,7 +44,7 @@ fn weights(graph: &Graph, borders: &Borders, target: usize) -> (Vec<usize>, usiz
     let heads = output_heads(graph);
     let stands_apart: Vec<_> = graph
         .node_ids()
-        .map(|id| matches!(graph.node(id).op, Op::Embedding { .. }) || heads.contains(&id))
+        .map(|id| graph.node(id).op.class() == Class::Lookup || heads.contains(&id))
         .collect();
     let mut apart = BTreeSet::new();
     for (node, _) in graph
@@ -140,31 +143,39 @@ fn head_of(graph: &Graph, mut value: ValueId) -> Option<NodeId> {
     loop {
         let id = graph.producer(value)?;
         let node = graph.node(id);
-        match node.op {
-            Op::Linear { .. } => return Some(id),
-            _ if keeps_meaning(graph, node) => value = node.inputs[0],
-            _ => return None,
+        if let Class::Linear(_) = node.op.class() {
+            return Some(id);
         }
+        if !keeps_meaning(graph, node) {
+            return None;
+        }
+        value = node.inputs[0];
     }
 }
 
 /// Whether a node turns logits into another form of the same output.
 fn keeps_meaning(graph: &Graph, node: &Node) -> bool {
-    match node.op {
-        Op::CrossEntropy { .. }
-        | Op::VocabLoss { .. }
-        | Op::SumAll
-        | Op::Scale { .. }
-        | Op::Identity
-        | Op::Cast { .. }
-        | Op::Reshape { .. }
-        | Op::Transpose { .. }
-        | Op::AllReduce { .. }
-        | Op::AllGather { .. }
-        | Op::ReduceScatter { .. } => true,
+    match node.op.class() {
+        Class::Loss(_) | Class::Total | Class::Identity | Class::Form | Class::Transpose => true,
+        Class::Region(region) => match region.kind.forward() {
+            Some(Collective::AllReduce | Collective::AllGather | Collective::ReduceScatter) => true,
+            Some(Collective::AllToAll) | None => false,
+        },
         // The bias of a head whose product was summed over ranks.
-        Op::Add => graph.param_of(node.inputs[1]).is_some(),
-        _ => false,
+        Class::Add => graph.param_of(node.inputs[1]).is_some(),
+        Class::Source
+        | Class::Linear(_)
+        | Class::Lookup
+        | Class::LayerNorm
+        | Class::RmsNorm
+        | Class::Attention
+        | Class::Rope
+        | Class::Activation
+        | Class::Dropout
+        | Class::Mul
+        | Class::Function
+        | Class::Constant
+        | Class::Gradient => false,
     }
 }
 

@@ -168,7 +168,7 @@ impl Backend for Candle {
     }
 
     fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
-        run::run(self, call, inputs)
+        run::run(self, call, inputs, None)
     }
 
     fn attend(

@@ -160,7 +160,7 @@ impl Backend for Tch {
 
     fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
         self.enter();
-        run::run(self, call, inputs)
+        run::run(self, call, inputs, None)
     }
 
     fn accumulate(

@@ -1,67 +1,60 @@
 //! Collectives that cut and join: a backend's splits and joins around an exchange between ranks.
 
 use super::Interpreter;
-use crate::{Error, Op, Result, TensorType, Value, backend::Call, placement::Shard};
+use crate::{
+    Error, Op, Result, TensorType, Value,
+    backend::Call,
+    op::{Reduction, RegionKind},
+    placement::Shard,
+};
 use merak_mpu::{Buffer, Group, ReduceOp};
+use std::slice;
 
 impl Interpreter {
-    /// Joins the slices of all ranks part by part; they arrive in rank order.
-    pub(super) fn all_gather(
+    /// Takes a value over the border of a region whose work is split over a group.
+    pub(super) fn cross(
         &self,
         call: Call<'_>,
         value: Value,
         group: &Group,
-        shard: &Shard,
-    ) -> Result<Value> {
-        let local = value.ty().clone();
-        let gathered = self.exchange(call, value, |buffer| group.all_gather(buffer))?;
-        let slices = self.by_rank(call, &local, gathered, group.world_size())?;
-        self.join(call, slices, shard)
-    }
-
-    /// The own slice of the sum over all ranks.
-    pub(super) fn reduce_scatter(
-        &self,
-        call: Call<'_>,
-        value: Value,
-        group: &Group,
-        shard: &Shard,
-    ) -> Result<Value> {
-        let slices = self.slices(call, value, shard, group.world_size())?;
-        let stacked = self.stack(call, slices)?;
-        let sum = |buffer| group.reduce_scatter(buffer, ReduceOp::Sum);
-        let own = self.exchange(call, stacked, sum)?;
-        self.backend.from_buffer(&call.results[0], own)
-    }
-
-    /// The own slice along `to` of a value that is cut along `from`.
-    pub(super) fn all_to_all(
-        &self,
-        call: Call<'_>,
-        value: Value,
-        group: &Group,
-        [from, to]: [&Shard; 2],
+        kind: RegionKind<'_>,
     ) -> Result<Value> {
         let degree = group.world_size();
-        let piece = value.ty().with_dim(to.dim, to.local_size(degree));
-        let slices = self.slices(call, value, to, degree)?;
-        let stacked = self.stack(call, slices)?;
-        let received = self.exchange(call, stacked, |buffer| group.all_to_all(buffer))?;
-        let pieces = self.by_rank(call, &piece, received, degree)?;
-        self.join(call, pieces, from)
-    }
-
-    /// The slice that rank `rank` of `degree` holds.
-    pub(super) fn own_slice(
-        &self,
-        call: Call<'_>,
-        value: Value,
-        shard: &Shard,
-        rank: usize,
-        degree: usize,
-    ) -> Result<Value> {
-        let pieces = self.pieces(call, value, shard, degree)?;
-        self.slice(call, &pieces, shard, (rank, degree))
+        match kind {
+            RegionKind::CopyTo => Ok(value),
+            RegionKind::AllReduce(reduction) => {
+                let op = match reduction {
+                    Reduction::Sum => ReduceOp::Sum,
+                    Reduction::Max => ReduceOp::Max,
+                };
+                let reduced = self.exchange(call, value, |buffer| group.all_reduce(buffer, op))?;
+                self.backend.from_buffer(&call.results[0], reduced)
+            }
+            // The slices of all ranks arrive in rank order.
+            RegionKind::AllGather { shard, .. } => {
+                let local = value.ty().clone();
+                let gathered = self.exchange(call, value, |buffer| group.all_gather(buffer))?;
+                let slices = self.by_rank(call, &local, gathered, degree)?;
+                self.join(call, slices, shard)
+            }
+            RegionKind::Scatter(shard) => {
+                let pieces = self.pieces(call, value, shard, degree)?;
+                self.slice(call, &pieces, shard, (group.rank(), degree))
+            }
+            RegionKind::ReduceScatter(shard) => {
+                let stacked = self.stacked_slices(call, value, shard, degree)?;
+                let sum = |buffer| group.reduce_scatter(buffer, ReduceOp::Sum);
+                let own = self.exchange(call, stacked, sum)?;
+                self.backend.from_buffer(&call.results[0], own)
+            }
+            RegionKind::AllToAll { from, to } => {
+                let piece = value.ty().with_dim(to.dim, to.local_size(degree));
+                let stacked = self.stacked_slices(call, value, to, degree)?;
+                let received = self.exchange(call, stacked, |buffer| group.all_to_all(buffer))?;
+                let pieces = self.by_rank(call, &piece, received, degree)?;
+                self.join(call, pieces, from)
+            }
+        }
     }
 
     /// Hands a value to the other ranks as `send` does.
@@ -90,29 +83,28 @@ impl Interpreter {
         stacked.extend(&local.shape);
         let stacked = self.backend.from_buffer(&local.with_shape(stacked), all)?;
         let rows = self.split(call, stacked, 0, &vec![1; degree])?;
-        let reshape = Op::Reshape {
-            shape: local.shape.clone(),
-        };
-        let of_rank = |row| {
-            let results = std::slice::from_ref(local);
-            Ok(self
-                .run_op(call, &reshape, results, vec![row])?
-                .swap_remove(0))
-        };
+        let of_rank = |row| self.reshape(call, row, local);
         rows.into_iter().map(of_rank).collect()
     }
 
-    /// The slices of all `degree` ranks, each of its pieces of all parts.
-    fn slices(
+    /// The slices of all `degree` ranks, one behind the other in memory.
+    fn stacked_slices(
         &self,
         call: Call<'_>,
         value: Value,
         shard: &Shard,
         degree: usize,
-    ) -> Result<Vec<Value>> {
+    ) -> Result<Value> {
         let pieces = self.pieces(call, value, shard, degree)?;
-        let of_rank = |rank| self.slice(call, &pieces, shard, (rank, degree));
-        (0..degree).map(of_rank).collect()
+        let row_of_rank = |rank| {
+            let slice = self.slice(call, &pieces, shard, (rank, degree))?;
+            let row = [&[1], &slice.ty().shape[..]].concat();
+            let ty = slice.ty().with_shape(row);
+            self.reshape(call, slice, &ty)
+        };
+        let rows = (0..degree).map(row_of_rank).collect::<Result<_>>()?;
+        drop(pieces);
+        self.concat(call, rows, 0)
     }
 
     /// The slice of one rank of `degree`, of its pieces of all parts and the padding behind them.
@@ -134,7 +126,7 @@ impl Interpreter {
                     shape: ty.shape.clone(),
                     dtype: ty.dtype,
                 };
-                own.extend(self.run_op(call, &zeros, std::slice::from_ref(&ty), vec![])?);
+                own.push(self.run_one(call, &zeros, &ty, vec![])?);
             }
         }
         self.concat(call, own, shard.dim)
@@ -181,18 +173,9 @@ impl Interpreter {
         self.concat(call, pieces, shard.dim)
     }
 
-    /// Values of one type, one behind the other in memory.
-    fn stack(&self, call: Call<'_>, values: Vec<Value>) -> Result<Value> {
-        let rows = values.into_iter().map(|value| {
-            let mut row = vec![1];
-            row.extend(&value.ty().shape);
-            let ty = value.ty().with_shape(row.clone());
-            let reshape = Op::Reshape { shape: row };
-            Ok(self
-                .run_op(call, &reshape, std::slice::from_ref(&ty), vec![value])?
-                .swap_remove(0))
-        });
-        self.concat(call, rows.collect::<Result<_>>()?, 0)
+    fn reshape(&self, call: Call<'_>, value: Value, ty: &TensorType) -> Result<Value> {
+        let shape = ty.shape.clone();
+        self.run_one(call, &Op::Reshape { shape }, ty, vec![value])
     }
 
     fn split(
@@ -205,19 +188,15 @@ impl Interpreter {
         if sizes.len() == 1 {
             return Ok(vec![value]);
         }
-        let types: Vec<TensorType> = sizes
-            .iter()
-            .map(|&size| value.ty().with_dim(dim, size))
-            .collect();
-        self.run_op(
-            call,
-            &Op::Split {
-                dim,
-                sizes: sizes.to_vec(),
-            },
-            &types,
-            vec![value],
-        )
+        let of_size = |&size: &usize| value.ty().with_dim(dim, size);
+        let results: Vec<_> = sizes.iter().map(of_size).collect();
+        let sizes = sizes.to_vec();
+        let call = Call {
+            op: &Op::Split { dim, sizes },
+            results: &results,
+            ..call
+        };
+        self.backend.run(call, vec![value])
     }
 
     fn concat(&self, call: Call<'_>, mut pieces: Vec<Value>, dim: usize) -> Result<Value> {
@@ -226,26 +205,23 @@ impl Interpreter {
         }
         let size = pieces.iter().map(|piece| piece.ty().shape[dim]).sum();
         let whole = pieces[0].ty().with_dim(dim, size);
-        let results = std::slice::from_ref(&whole);
-        Ok(self
-            .run_op(call, &Op::Concat { dim }, results, pieces)?
-            .swap_remove(0))
+        self.run_one(call, &Op::Concat { dim }, &whole, pieces)
     }
 
-    fn run_op(
+    /// Runs an operation with one result.
+    fn run_one(
         &self,
         call: Call<'_>,
         op: &Op,
-        results: &[TensorType],
+        result: &TensorType,
         inputs: Vec<Value>,
-    ) -> Result<Vec<Value>> {
-        self.backend.run(
-            Call {
-                op,
-                results,
-                ..call
-            },
-            inputs,
-        )
+    ) -> Result<Value> {
+        let results = slice::from_ref(result);
+        let call = Call {
+            op,
+            results,
+            ..call
+        };
+        Ok(self.backend.run(call, inputs)?.swap_remove(0))
     }
 }

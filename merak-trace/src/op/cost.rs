@@ -5,7 +5,7 @@
 //! and activations are rounded to what a plain implementation does. Bytes are what must pass
 //! through memory when nothing is cached: operands read and results written, and nothing for views.
 
-use super::{Activation, Attention, Op, ResultMemory};
+use super::{Activation, Attention, Class, Op, ResultMemory};
 use crate::{Graph, Node, ValueId};
 use serde::Serialize;
 use std::{iter::Sum, ops::Add};
@@ -172,15 +172,36 @@ impl Shapes<'_> {
                 .map(|&value| self.graph.ty(value).size_bytes() as u128)
                 .sum::<u128>()
         };
-        let (read, written) = (size(&self.node.inputs), size(&self.node.outputs));
-        match (&self.node.op, self.node.op.result_memory()) {
-            (_, ResultMemory::View) => 0,
-            // Only the rows that are looked up.
-            (Op::Embedding { .. }, _) => size(&self.node.inputs[..1]) + 2 * written,
-            // The logits are not read.
-            (Op::VocabLoss { .. }, _) => size(&self.node.inputs[1..]) + written,
-            (_, ResultMemory::Own | ResultMemory::Sum) => read + written,
+        let (inputs, written) = (&self.node.inputs, size(&self.node.outputs));
+        if self.node.op.result_memory() == ResultMemory::View {
+            return 0;
         }
+        let read = match self.node.op.class() {
+            // Only the rows that are looked up.
+            Class::Lookup => size(&inputs[..1]) + written,
+            // The logits are not read: their sums are operands.
+            Class::Loss(Some(_)) => size(&inputs[1..]),
+            Class::Source
+            | Class::Linear(_)
+            | Class::LayerNorm
+            | Class::RmsNorm
+            | Class::Attention
+            | Class::Rope
+            | Class::Activation
+            | Class::Dropout
+            | Class::Loss(None)
+            | Class::Add
+            | Class::Mul
+            | Class::Identity
+            | Class::Form
+            | Class::Transpose
+            | Class::Total
+            | Class::Function
+            | Class::Constant
+            | Class::Gradient
+            | Class::Region(_) => size(inputs),
+        };
+        read + written
     }
 }
 

@@ -1,10 +1,6 @@
 //! The profiling run: every kind of node of a model, on as many ranks as the run will have.
 
-use super::{
-    Profile,
-    profile::{is_timed, of_node},
-    timed::Timed,
-};
+use super::{Profile, profile::of_node, timed::Timed};
 use crate::{
     config::CheckedArguments,
     data::integer_limit,
@@ -399,7 +395,7 @@ fn per_node(stages: &[Stage], nodes: &BTreeMap<String, f64>, whole: f64) -> f64 
         graph.nodes().iter().map(move |node| (graph, node))
     });
     let (mut sum, mut count) = (0.0, 0);
-    for (graph, node) in all.filter(|(_, node)| is_timed(&node.op)) {
+    for (graph, node) in all.filter(|(_, node)| node.op.has_kernel()) {
         let seconds = nodes.get(&of_node(graph, node)).copied();
         sum += seconds.unwrap_or_default();
         count += 1;

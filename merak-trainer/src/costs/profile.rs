@@ -9,7 +9,10 @@ use crate::{
     plan::{Draft, PlanInputs, SegmentedGraph, param_bytes},
 };
 use merak_ckpt::words::Bytes;
-use merak_trace::{Graph, Node, Op, StageProgram, TensorType, op::Cost};
+use merak_trace::{
+    Graph, Node, Op, StageProgram, TensorType,
+    op::{Class, Cost, RegionKind},
+};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
@@ -203,24 +206,28 @@ impl Profile {
     fn covers(&self, programs: &[StageProgram]) -> bool {
         programs.iter().all(|program| {
             let nodes = program.graph.nodes().iter();
-            let mut timed = nodes.filter(|node| is_timed(&node.op));
+            let mut timed = nodes.filter(|node| node.op.has_kernel());
             timed.all(|node| self.nodes.contains_key(&of_node(&program.graph, node)))
         })
     }
 
     /// Seconds of a node.
     pub(super) fn node(&self, graph: &Graph, node: &Node) -> f64 {
-        let bytes = || graph.ty(node.outputs[0]).size_bytes();
-        match &node.op {
-            Op::Identity | Op::CopyTo { .. } => self.per_node,
+        let bytes = |value| graph.ty(value).size_bytes();
+        if node.op.class() == Class::Identity {
+            return self.per_node;
+        }
+        match node.op.region().map(|region| region.kind) {
+            Some(RegionKind::CopyTo) => self.per_node,
             // A gather moves the result once, and counts as the reduction of as many bytes.
-            Op::AllReduce { .. } | Op::AllGather { .. } => self.network.all_reduce.seconds(bytes()),
-            // As much moves as in the gather of the operand, or in that of the result.
-            Op::ReduceScatter { .. } | Op::AllToAll { .. } => {
-                let operand = graph.ty(node.inputs[0]).size_bytes();
-                self.network.all_reduce.seconds(operand)
+            Some(RegionKind::AllReduce(_) | RegionKind::AllGather { .. }) => {
+                self.network.all_reduce.seconds(bytes(node.outputs[0]))
             }
-            _ => {
+            // As much moves as in the gather of the operand, or in that of the result.
+            Some(RegionKind::ReduceScatter(_) | RegionKind::AllToAll { .. }) => {
+                self.network.all_reduce.seconds(bytes(node.inputs[0]))
+            }
+            Some(RegionKind::Scatter(_)) | None => {
                 let timed = self.nodes.get(&of_node(graph, node)).copied();
                 self.per_node + timed.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)))
             }
@@ -249,20 +256,6 @@ impl Profile {
         let reduced = if args.dp > 1 { sum(trained) } else { 0.0 };
         self.per_param * owned as f64 + reduced + sum(tied)
     }
-}
-
-/// Whether a backend runs nodes with this operation.
-pub(super) fn is_timed(op: &Op) -> bool {
-    !matches!(
-        op,
-        Op::Identity
-            | Op::CopyTo { .. }
-            | Op::AllReduce { .. }
-            | Op::AllGather { .. }
-            | Op::Scatter { .. }
-            | Op::ReduceScatter { .. }
-            | Op::AllToAll { .. }
-    )
 }
 
 /// What decides the time of a node: its operation and the types of its operands and results.
@@ -296,14 +289,8 @@ pub(super) fn of_node(graph: &Graph, node: &Node) -> String {
 /// The operation without the fields that tell nodes of one kind apart.
 fn without_key(op: &Op) -> Op {
     let mut op = op.clone();
-    match &mut op {
-        Op::Dropout(dropout) => dropout.key = 0,
-        Op::Attention(attention) | Op::AttentionGrad(attention) => {
-            if let Some(dropout) = &mut attention.dropout {
-                dropout.key = 0;
-            }
-        }
-        _ => {}
+    if let Some(dropout) = op.dropout_mut() {
+        dropout.key = 0;
     }
     op
 }

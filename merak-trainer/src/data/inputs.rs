@@ -2,8 +2,9 @@
 
 use merak_mpu::DType;
 use merak_trace::{
-    Graph, Op, ValueId,
+    Graph, ValueId,
     models::{Model, Objective, TraceOptions},
+    op::Class,
 };
 
 use super::dataset::{IGNORED_LABEL, LABELS, Sample};
@@ -190,16 +191,19 @@ pub(crate) fn integer_limit(graph: &Graph, name: &str, value: ValueId) -> Option
     if name == ATTENTION_MASK {
         return Some(2);
     }
-    let limits = graph.nodes().iter().filter_map(|node| match node.op {
-        Op::Embedding { .. } if node.inputs[0] == value => {
-            let table = graph.param_of(node.inputs[1])?;
-            graph.param(table).full.shape.first().copied()
-        }
-        Op::CrossEntropy { .. } if node.inputs[1] == value => {
-            graph.ty(node.inputs[0]).shape.last().copied()
-        }
-        Op::VocabLoss { slice, .. } if node.inputs[1] == value => Some(slice.full),
-        _ => None,
-    });
+    let limits = graph
+        .nodes()
+        .iter()
+        .filter_map(|node| match node.op.class() {
+            Class::Lookup if node.inputs[0] == value => {
+                let table = graph.param_of(node.inputs[1])?;
+                graph.param(table).full.shape.first().copied()
+            }
+            Class::Loss(None) if node.inputs[1] == value => {
+                graph.ty(node.inputs[0]).shape.last().copied()
+            }
+            Class::Loss(Some(slice)) if node.inputs[1] == value => Some(slice.full),
+            _ => None,
+        });
     limits.min()
 }

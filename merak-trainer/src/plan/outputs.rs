@@ -2,7 +2,7 @@
 
 use super::loss::SCOPE;
 use crate::error::{Error, PlanError, Result};
-use merak_trace::{Graph, Node, Op, ValueId};
+use merak_trace::{Graph, Node, Op, ValueId, op::Class};
 use std::sync::Arc;
 
 /// What a forward without gradients ends in.
@@ -62,10 +62,10 @@ fn copy_out(graph: &mut Graph, name: &str, value: ValueId) -> Result<()> {
 
 /// The logits of the cross-entropy, or those that a custom loss begins with.
 fn logits(graph: &Graph) -> Result<ValueId> {
-    let makes_loss = |node: &&Node| match node.op {
-        Op::CrossEntropy { .. } | Op::VocabLoss { .. } => true,
-        Op::Identity => node.scope.rsplit('.').next() == Some(SCOPE),
-        _ => false,
+    let is_custom = |scope: &str| scope.rsplit('.').next() == Some(SCOPE);
+    let makes_loss = |node: &&Node| match node.op.class() {
+        Class::Loss(_) => true,
+        class => class == Class::Identity && is_custom(&node.scope),
     };
     let loss = graph.nodes().iter().find(makes_loss);
     loss.map(|node| node.inputs[0]).ok_or_else(no_logits)
@@ -78,7 +78,7 @@ fn hidden(graph: &Graph) -> Result<ValueId> {
         let Some(&first) = node.inputs.first() else {
             break;
         };
-        if matches!(node.op, Op::Linear { .. }) {
+        if let Class::Linear(_) = node.op.class() {
             return Ok(first);
         }
         value = first;

@@ -2,15 +2,17 @@
 
 use super::{
     Candle, elements,
-    run::{Node, Number, run},
+    run::{Node, Number, Results, run},
 };
-use crate::{
-    Call, GradSlot, GradStore, Op, Result, Value,
-    kernels::{self, TableRows, Write},
-    op::ResultMemory,
-};
+use crate::{Call, GradSlot, GradStore, Result, Value, kernels, op::ResultMemory};
 use merak_mpu::DType;
-use std::ops::Range;
+use std::{array, ops::Range};
+
+/// Ranges of a flat buffer, one for each result of a node.
+pub(super) struct Slots<'a> {
+    bytes: &'a mut [u8],
+    ranges: &'a [Range<usize>],
+}
 
 /// Runs a node and adds its results to slots of the store.
 pub(super) fn accumulate(
@@ -21,51 +23,27 @@ pub(super) fn accumulate(
     slots: &[usize],
 ) -> Result<()> {
     let targets: Vec<GradSlot> = slots.iter().map(|&slot| store.slots[slot]).collect();
-    let one_buffer = targets
-        .windows(2)
-        .all(|pair| pair[0].buffer == pair[1].buffer);
-    if !one_buffer
-        || call.op.result_memory() != ResultMemory::Sum
-        || targets.len() != call.results.len()
-    {
-        return add_results(backend, &run(backend, call, inputs)?, store, &targets);
-    }
-    let Some(buffer) = targets.first().map(|target| target.buffer) else {
-        return Ok(());
-    };
-    let ranges: Vec<_> = targets
-        .iter()
-        .map(|target| target.offset..target.offset + target.len)
-        .collect();
-    let node = Node { backend, call };
-    let mut outcome = Ok(());
-    store.buffers[buffer].write(&mut |bytes| {
-        outcome = match call.results[0].dtype {
-            DType::F64 => add::<f64>(&node, &inputs, bytes, &ranges),
-            DType::F32 => add::<f32>(&node, &inputs, bytes, &ranges),
-            _ => Err(node.unsupported(&inputs)),
-        };
-    });
-    outcome
-}
-
-fn add<T: Number>(
-    node: &Node<'_>,
-    inputs: &[Value],
-    bytes: &mut [u8],
-    ranges: &[Range<usize>],
-) -> Result<()> {
-    let all = bytemuck::cast_slice_mut::<u8, T>(bytes);
-    match ranges {
-        [one] => node.add_to(inputs, &mut [&mut all[one.clone()]]),
-        [first, second] => {
-            let parts = all
-                .get_disjoint_mut([first.clone(), second.clone()])
-                .expect("gradients of two parameters do not overlap");
-            node.add_to(inputs, &mut parts.map(|part| part))
+    let of_range = |target: &GradSlot| target.offset..target.offset + target.len;
+    let ranges: Vec<_> = targets.iter().map(of_range).collect();
+    let mut buffers = targets.iter().map(|target| target.buffer);
+    let buffer = buffers
+        .next()
+        .filter(|first| buffers.all(|other| other == *first));
+    let left = match buffer {
+        Some(buffer)
+            if call.op.result_memory() == ResultMemory::Sum
+                && targets.len() == call.results.len() =>
+        {
+            let (mut inputs, mut outcome) = (Some(inputs), Ok(Vec::new()));
+            store.buffers[buffer].write(&mut |bytes| {
+                let (inputs, ranges) = (inputs.take().unwrap_or_default(), &ranges[..]);
+                outcome = run(backend, call, inputs, Some(Slots { bytes, ranges }));
+            });
+            outcome?
         }
-        _ => Err(node.unsupported(inputs)),
-    }
+        _ => run(backend, call, inputs, None)?,
+    };
+    add_results(backend, &left, store, &targets)
 }
 
 /// Adds computed results to their slots.
@@ -101,47 +79,33 @@ fn add_value<T: Number>(
 }
 
 impl Node<'_> {
-    /// Adds the results of a summing operation to `out`, one slice per result.
-    pub(super) fn add_to<T: Number>(&self, inputs: &[Value], out: &mut [&mut [T]]) -> Result<()> {
-        let threads = &self.backend.threads;
-        let x = |i: usize| elements::<T>(&inputs[i]);
-        match (self.call.op, out) {
-            (Op::LinearGradWeight { layout }, [dw]) => {
-                self.weight_gradient(*layout, &inputs[0], &inputs[1], Write::Add, dw)?;
-            }
-            (Op::SumLeading { .. }, [sum]) => kernels::sum_rows(threads, &x(0)?, sum),
-            (Op::LayerNormGradParams, [dw, db]) => {
-                kernels::layer_norm_grad_params(
-                    threads,
-                    &x(0)?,
-                    &x(1)?,
-                    &x(2)?,
-                    &x(3)?,
-                    dw,
-                    Some(db),
-                );
-            }
-            (Op::RmsNormGradParams, [dw]) => {
-                kernels::rms_norm_grad_params(threads, &x(0)?, &x(1)?, &x(2)?, dw);
-            }
-            (
-                Op::EmbeddingGrad {
-                    rows,
-                    padding,
-                    slice,
-                },
-                [table],
-            ) => {
-                let ids = elements::<i64>(&inputs[0])?;
-                let rows = TableRows {
-                    padding: *padding,
-                    ..self.table_rows(*rows, *slice)
-                };
-                kernels::embedding_grad(threads, &rows, &x(1)?, &ids, table)
-                    .map_err(|e| self.kernel_error(e))?;
-            }
-            _ => return Err(self.unsupported(inputs)),
+    /// Runs a kernel that adds its results to slices, one per result: to the slots, or to zeros,
+    /// which are then the results.
+    pub(super) fn sum<T: Number, const N: usize>(
+        &self,
+        slots: Option<Slots<'_>>,
+        add: impl FnOnce([&mut [T]; N]) -> Result<()>,
+    ) -> Results {
+        if let Some(slots) = slots {
+            add(slots.parts())?;
+            return Ok(Vec::new());
         }
-        Ok(())
+        let mut sums = array::from_fn(|result| {
+            let mut zeros = self.out::<T>(result);
+            zeros.fill(T::ZERO);
+            zeros
+        });
+        add(sums.each_mut().map(Vec::as_mut_slice))?;
+        self.done::<T, N>(sums)
+    }
+}
+
+impl<'a> Slots<'a> {
+    /// The elements of each slot.
+    pub(super) fn parts<T: Number, const N: usize>(self) -> [&'a mut [T]; N] {
+        let ranges: [_; N] = array::from_fn(|result| self.ranges[result].clone());
+        bytemuck::cast_slice_mut::<u8, T>(self.bytes)
+            .get_disjoint_mut(ranges)
+            .expect("gradients of parameters do not overlap")
     }
 }

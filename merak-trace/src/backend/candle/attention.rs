@@ -2,7 +2,7 @@
 
 use super::{
     Candle, elements,
-    run::{Node, Number},
+    run::{Node, Number, Results},
 };
 use crate::{
     Call, Following, Op, Result, TensorType, Value,
@@ -106,11 +106,7 @@ impl Node<'_> {
     }
 
     /// `q, k, v, (seen), (table, index) -> out, lse`.
-    pub(super) fn attention<T: Number>(
-        &self,
-        inputs: &[Value],
-        spec: &op::Attention,
-    ) -> Result<Vec<Value>> {
+    pub(super) fn attention<T: Number>(&self, inputs: &[Value], spec: &op::Attention) -> Results {
         let terms = self.terms::<T>(spec, inputs, 3)?;
         let spec = self.attention_spec::<T>(spec, &inputs[0], &inputs[1], &terms);
         let [q, k, v] = [&inputs[0], &inputs[1], &inputs[2]].map(elements::<T>);
@@ -129,7 +125,7 @@ impl Node<'_> {
         &self,
         inputs: &[Value],
         spec: &op::Attention,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let terms = self.terms::<T>(spec, inputs, 6)?;
         let spec = self.attention_spec::<T>(spec, &inputs[1], &inputs[2], &terms);
         let x = |i: usize| elements::<T>(&inputs[i]);

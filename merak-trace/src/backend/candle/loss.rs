@@ -1,8 +1,10 @@
 //! Table lookups, losses and sums.
 
 use super::{
-    Kept, elements, kept,
-    run::{Node, Number},
+    Kept,
+    accumulate::Slots,
+    elements, kept,
+    run::{Node, Number, Results},
     steal,
 };
 use crate::{
@@ -17,7 +19,7 @@ impl Node<'_> {
         &self,
         inputs: &[Value],
         slice: Option<AxisSlice>,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let ids = elements::<i64>(&inputs[0])?;
         let rows = self.table_rows(inputs[1].ty().shape[0], slice);
         let mut y = self.out::<T>(0);
@@ -28,6 +30,25 @@ impl Node<'_> {
         }
         .map_err(|e| self.kernel_error(e))?;
         self.done([y])
+    }
+
+    /// The gradient of a table of a number of rows, of which one may not train.
+    pub(super) fn embedding_grad<T: Number>(
+        &self,
+        inputs: &[Value],
+        rows: usize,
+        (padding, slice): (Option<usize>, Option<AxisSlice>),
+        slots: Option<Slots<'_>>,
+    ) -> Results {
+        let rows = TableRows {
+            padding,
+            ..self.table_rows(rows, slice)
+        };
+        self.sum::<T, 1>(slots, |[table]| {
+            let (ids, dy) = (elements::<i64>(&inputs[0])?, elements(&inputs[1])?);
+            kernels::embedding_grad(&self.backend.threads, &rows, &dy, &ids, table)
+                .map_err(|e| self.kernel_error(e))
+        })
     }
 
     /// The rows that a table of `local` rows has of the whole one.
@@ -49,7 +70,7 @@ impl Node<'_> {
         &self,
         inputs: &[Value],
         label_smoothing: f64,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let (logits, labels) = (elements::<T>(&inputs[0])?, elements::<i64>(&inputs[1])?);
         let mut lse = self.out::<T>(1);
         let threads = &self.backend.threads;
@@ -82,11 +103,7 @@ impl Node<'_> {
     }
 
     /// The largest logit of each row, of this rank's classes.
-    pub(super) fn vocab_max<T: Number>(
-        &self,
-        inputs: &[Value],
-        slice: AxisSlice,
-    ) -> Result<Vec<Value>> {
+    pub(super) fn vocab_max<T: Number>(&self, inputs: &[Value], slice: AxisSlice) -> Results {
         let (logits, mut largest) = (elements::<T>(&inputs[0])?, self.out::<T>(0));
         let targets = self.targets(inputs[0].ty(), &[], 0.0, Some(slice));
         let threads = &self.backend.threads;
@@ -100,7 +117,7 @@ impl Node<'_> {
         inputs: &[Value],
         smoothing: f64,
         slice: AxisSlice,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let (logits, labels) = (elements::<T>(&inputs[0])?, elements::<i64>(&inputs[1])?);
         let (largest, mut sums) = (elements::<T>(&inputs[2])?, self.out::<T>(0));
         let targets = self.targets(inputs[0].ty(), &labels, smoothing, Some(slice));
@@ -116,7 +133,7 @@ impl Node<'_> {
         inputs: &[Value],
         smoothing: f64,
         slice: AxisSlice,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let labels = elements::<i64>(&inputs[1])?;
         let (largest, sums) = (elements::<T>(&inputs[2])?, elements::<T>(&inputs[3])?);
         let targets = self.targets(inputs[0].ty(), &labels, smoothing, Some(slice));
@@ -135,7 +152,7 @@ impl Node<'_> {
         mut inputs: Vec<Value>,
         smoothing: f64,
         slice: Option<AxisSlice>,
-    ) -> Result<Vec<Value>> {
+    ) -> Results {
         let threads = &self.backend.threads;
         let logits = inputs.remove(0);
         let (labels, lse) = (elements::<i64>(&inputs[0])?, elements::<T>(&inputs[1])?);
@@ -158,13 +175,24 @@ impl Node<'_> {
         self.done([dlogits])
     }
 
-    pub(super) fn sum_all<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+    pub(super) fn sum_leading<T: Number>(
+        &self,
+        inputs: &[Value],
+        slots: Option<Slots<'_>>,
+    ) -> Results {
+        self.sum::<T, 1>(slots, |[sum]| {
+            kernels::sum_rows(&self.backend.threads, &elements(&inputs[0])?, sum);
+            Ok(())
+        })
+    }
+
+    pub(super) fn sum_all<T: Number>(&self, inputs: &[Value]) -> Results {
         let x = elements::<T>(&inputs[0])?;
         let sum = x.iter().map(|&x| Float::to_f64(x)).sum::<f64>();
         Ok(vec![self.scalar(sum)?])
     }
 
-    pub(super) fn sum_all_grad<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+    pub(super) fn sum_all_grad<T: Number>(&self, inputs: &[Value]) -> Results {
         let dy = <T as Float>::from_f64(elements::<f64>(&inputs[1])?[0]);
         let mut dx = self.out::<T>(0);
         dx.fill(dy);
@@ -176,17 +204,5 @@ impl Node<'_> {
         let mut memory = self.backend.result::<f64>(self.ty(0));
         memory.fill(number);
         self.backend.wrap(self.ty(0), memory)
-    }
-
-    /// Runs [`Node::add_to`] on zeros.
-    pub(super) fn sums<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
-        let types = self.call.results;
-        let mut sums: Vec<_> = (0..types.len()).map(|i| self.zeros::<T>(i)).collect();
-        let mut parts: Vec<_> = sums.iter_mut().map(Vec::as_mut_slice).collect();
-        self.add_to::<T>(inputs, &mut parts)?;
-        let results = sums.into_iter().zip(types);
-        results
-            .map(|(data, ty)| self.backend.wrap(ty, data))
-            .collect()
     }
 }

@@ -1,49 +1,63 @@
 //! Products of matrices.
 
 use super::{
-    Kept, Products, elements, kept,
-    run::{Node, Number},
+    Kept, Products,
+    accumulate::Slots,
+    elements, kept,
+    run::{Node, Number, Results},
 };
 use crate::{
-    Op, Result, Value,
+    Result, Value,
     kernels::{self, Float, MatMut, MatRef, Operand, Start, Write},
     op::WeightLayout,
 };
 
 impl Node<'_> {
-    /// Runs a product.
-    pub(super) fn product<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
-        match self.call.op {
-            Op::Linear { layout, bias } => {
-                let mut y = self.out::<T>(0);
-                let bias = if *bias {
-                    Some(elements::<T>(&inputs[2])?)
-                } else {
-                    None
-                };
-                self.linear(*layout, &inputs[0], &inputs[1], bias.as_deref(), &mut y)?;
-                self.done([y])
-            }
-            Op::LinearGradInput { layout } => {
-                let mut dx = self.out::<T>(0);
-                self.linear(layout.transposed(), &inputs[0], &inputs[1], None, &mut dx)?;
-                self.done([dx])
-            }
-            Op::LinearGradWeight { layout } => {
-                let mut dw = self.out::<T>(0);
-                self.weight_gradient(*layout, &inputs[0], &inputs[1], Write::Replace, &mut dw)?;
-                self.done([dw])
-            }
-            Op::MatMul {
-                transpose_a,
-                transpose_b,
-            } => self.matmul::<T>(*transpose_a, *transpose_b, inputs),
-            _ => Err(self.unsupported(inputs)),
+    pub(super) fn linear<T: Number>(
+        &self,
+        inputs: &[Value],
+        layout: WeightLayout,
+        bias: bool,
+    ) -> Results {
+        let mut y = self.out::<T>(0);
+        let bias = if bias {
+            Some(elements::<T>(&inputs[2])?)
+        } else {
+            None
+        };
+        self.mapped(layout, &inputs[0], &inputs[1], bias.as_deref(), &mut y)?;
+        self.done([y])
+    }
+
+    pub(super) fn linear_grad_input<T: Number>(
+        &self,
+        inputs: &[Value],
+        layout: WeightLayout,
+    ) -> Results {
+        let mut dx = self.out::<T>(0);
+        self.mapped(layout.transposed(), &inputs[0], &inputs[1], None, &mut dx)?;
+        self.done([dx])
+    }
+
+    pub(super) fn linear_grad_weight<T: Number>(
+        &self,
+        inputs: &[Value],
+        layout: WeightLayout,
+        slots: Option<Slots<'_>>,
+    ) -> Results {
+        let (x, dy) = (&inputs[0], &inputs[1]);
+        if let Some(slots) = slots {
+            let [dw] = slots.parts::<T, 1>();
+            self.weight_gradient(layout, x, dy, Write::Add, dw)?;
+            return Ok(Vec::new());
         }
+        let mut dw = self.out::<T>(0);
+        self.weight_gradient(layout, x, dy, Write::Replace, &mut dw)?;
+        self.done([dw])
     }
 
     /// `y = x W (+ bias)` for any layout of `W`; `x: [.., in]`, `y: [.., out]`.
-    fn linear<T: Number>(
+    fn mapped<T: Number>(
         &self,
         layout: WeightLayout,
         x: &Value,
@@ -62,7 +76,7 @@ impl Node<'_> {
         Ok(())
     }
 
-    /// [`Self::linear`] of matrices.
+    /// [`Self::mapped`] of matrices.
     fn times<T: Number, W: Operand<T>>(
         &self,
         x: MatRef<'_, T>,
@@ -99,7 +113,7 @@ impl Node<'_> {
     }
 
     /// `dw (+)= xᵀ dy`, laid out as `w` is.
-    pub(super) fn weight_gradient<T: Number>(
+    fn weight_gradient<T: Number>(
         &self,
         layout: WeightLayout,
         x: &Value,
@@ -123,7 +137,7 @@ impl Node<'_> {
         Ok(())
     }
 
-    fn matmul<T: Number>(&self, ta: bool, tb: bool, inputs: &[Value]) -> Result<Vec<Value>> {
+    pub(super) fn matmul<T: Number>(&self, inputs: &[Value], ta: bool, tb: bool) -> Results {
         let shape_of = |value: &Value| {
             let shape = &value.ty().shape;
             (shape[shape.len() - 2], shape[shape.len() - 1])

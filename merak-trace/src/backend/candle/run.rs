@@ -1,9 +1,13 @@
 //! One node at a time: which kernel computes which operation.
 
-use super::{Candle, Pooled, Scalar};
+use super::{
+    Candle, Pooled, Scalar,
+    accumulate::Slots,
+    elementwise::{inverse_root, mul},
+};
 use crate::{
     Call, Error, Op, Result, TensorType, Value,
-    kernels::{Float, KernelError, Operand},
+    kernels::{self, Float, KernelError, Operand},
 };
 use half::bf16;
 use merak_mpu::DType;
@@ -22,6 +26,9 @@ impl Number for f64 {
     type Narrow = f64;
 }
 
+/// The results of a node.
+pub(super) type Results = Result<Vec<Value>>;
+
 /// Calls a method of a node in the element type that its kernel computes with.
 macro_rules! in_float {
     ($node:ident in $dtype:expr, $method:ident($inputs:expr $(, $rest:expr)*)) => {
@@ -36,9 +43,14 @@ macro_rules! in_float {
     };
 }
 
-/// Runs a node.
+/// Runs a node. Sums are added to the slots, where there are some, and are then no results.
 #[expect(clippy::too_many_lines, reason = "an entry per operation")]
-pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
+pub(super) fn run(
+    backend: &Candle,
+    call: Call<'_>,
+    inputs: Vec<Value>,
+    slots: Option<Slots<'_>>,
+) -> Results {
     let node = Node { backend, call };
     match call.op {
         Op::Positions { len, first } => node.positions(*first, *len),
@@ -48,30 +60,48 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
         Op::Reshape { .. } => node.reshape(&inputs[0]),
         Op::Transpose { perm } => node.transpose(&inputs[0], perm),
         Op::Cast { dtype } => node.cast(&inputs[0], *dtype),
-        Op::Split { .. } | Op::Concat { .. } | Op::Zeros { .. } => node.moved(&inputs),
-        Op::Linear { .. }
-        | Op::LinearGradInput { .. }
-        | Op::LinearGradWeight { .. }
-        | Op::MatMul { .. } => in_float!(node, product(&inputs)),
-        Op::LayerNorm { .. }
-        | Op::LayerNormGradInput
-        | Op::RmsNorm { .. }
-        | Op::RmsNormGradInput => in_float!(node, norm(&inputs)),
-        Op::Activation(_)
-        | Op::ActivationGrad(_)
-        | Op::SiluMul
-        | Op::SiluMulGrad
-        | Op::Softmax
-        | Op::SoftmaxGrad
-        | Op::Mul
-        | Op::InverseRoot
-        | Op::Scale { .. } => in_float!(node, elementwise(&inputs)),
+        Op::Split { dim, .. } => node.split(&inputs[0], *dim),
+        Op::Concat { dim } => node.concat(&inputs, *dim),
+        Op::Zeros { .. } => node.blank(),
+        Op::Linear { layout, bias } => in_float!(node, linear(&inputs, *layout, *bias)),
+        Op::LinearGradInput { layout } => in_float!(node, linear_grad_input(&inputs, *layout)),
+        Op::LinearGradWeight { layout } => {
+            in_float!(node, linear_grad_weight(&inputs, *layout, slots))
+        }
+        Op::MatMul {
+            transpose_a,
+            transpose_b,
+        } => in_float!(node, matmul(&inputs, *transpose_a, *transpose_b)),
+        Op::LayerNorm { eps } => in_float!(node, layer_norm(&inputs, *eps)),
+        Op::LayerNormGradInput => in_float!(node, layer_norm_grad_input(&inputs)),
+        Op::LayerNormGradParams => in_float!(node, layer_norm_grad_params(&inputs, slots)),
+        Op::RmsNorm { eps } => in_float!(node, rms_norm(&inputs, *eps)),
+        Op::RmsNormGradInput => in_float!(node, rms_norm_grad_input(&inputs)),
+        Op::RmsNormGradParams => in_float!(node, rms_norm_grad_params(&inputs, slots)),
+        Op::Activation(kind) => in_float!(node, activation(&inputs, *kind)),
+        Op::ActivationGrad(kind) => in_float!(node, activation_grad(&inputs, *kind)),
+        Op::SiluMul => in_float!(node, binary(&inputs, kernels::silu_mul)),
+        Op::SiluMulGrad => in_float!(node, silu_mul_grad(&inputs)),
+        Op::Softmax => in_float!(node, softmax(&inputs)),
+        Op::SoftmaxGrad => in_float!(node, softmax_grad(&inputs)),
+        Op::InverseRoot => in_float!(node, unary(&inputs, inverse_root)),
+        Op::Scale { factor } => in_float!(node, scale(&inputs, *factor)),
         Op::Add => in_float!(node, add(inputs)),
+        Op::Mul => in_float!(node, binary(&inputs, mul)),
+        Op::SumLeading { .. } => in_float!(node, sum_leading(&inputs, slots)),
         Op::Dropout(spec) => in_float!(node, dropout(inputs, spec)),
         Op::Rope(rope) => in_float!(node, rope(&inputs, rope)),
         Op::Attention(spec) => in_float!(node, attention(&inputs, spec)),
         Op::AttentionGrad(spec) => in_float!(node, attention_grad(&inputs, spec)),
         Op::Embedding { slice, .. } => in_float!(node, embedding(&inputs, *slice)),
+        Op::EmbeddingGrad {
+            rows,
+            padding,
+            slice,
+        } => in_float!(
+            node,
+            embedding_grad(&inputs, *rows, (*padding, *slice), slots)
+        ),
         // The loss is always f64, so the type of its operands decides.
         Op::CrossEntropy { label_smoothing } => {
             in_float!(node in inputs[0].ty().dtype, cross_entropy(&inputs, *label_smoothing))
@@ -93,10 +123,6 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
             in_float!(node in inputs[0].ty().dtype, vocab_loss(&inputs, *label_smoothing, *slice))
         }
         Op::SumAllGrad => in_float!(node, sum_all_grad(&inputs)),
-        Op::LayerNormGradParams
-        | Op::RmsNormGradParams
-        | Op::SumLeading { .. }
-        | Op::EmbeddingGrad { .. } => in_float!(node, sums(&inputs)),
         // The interpreter runs these itself if the axis has more than one rank.
         Op::AllReduce { .. }
         | Op::AllGather { .. }
@@ -137,17 +163,8 @@ impl Node<'_> {
         self.backend.result(self.ty(result))
     }
 
-    pub(super) fn zeros<T: Number>(&self, result: usize) -> Vec<T> {
-        let mut zeros = self.out::<T>(result);
-        zeros.fill(T::ZERO);
-        zeros
-    }
-
     /// Wraps the results, in their order.
-    pub(super) fn done<T: Number, const N: usize>(
-        &self,
-        results: [Vec<T>; N],
-    ) -> Result<Vec<Value>> {
+    pub(super) fn done<T: Number, const N: usize>(&self, results: [Vec<T>; N]) -> Results {
         results
             .into_iter()
             .zip(self.call.results)

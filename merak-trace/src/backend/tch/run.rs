@@ -1,7 +1,9 @@
 //! One node at a time: which kernels of ATen compute which operation.
 
 use super::{
-    Tch, at, elementwise, loss, norm,
+    Tch,
+    accumulate::Sum,
+    at, elementwise, loss, norm, products,
     storage::{Handle, int, ints, kind, kind_of, shape_of, steal, tensor},
 };
 use crate::{Call, Error, Op, Result, TensorType, Value};
@@ -11,12 +13,17 @@ use tch::{Kind, TchError, Tensor};
 /// The result of a kernel.
 pub(super) type Outcome<T = Tensor> = Result<T, TchError>;
 
-/// Runs a node.
+/// Runs a node. Where there is a sum that its kernel can add to, it has no results.
 #[expect(
     clippy::too_many_lines,
     reason = "a table with one entry per operation"
 )]
-pub(super) fn run(backend: &Tch, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
+pub(super) fn run(
+    backend: &Tch,
+    call: Call<'_>,
+    inputs: Vec<Value>,
+    sum: Option<Sum<'_>>,
+) -> Result<Vec<Value>> {
     let node = Node { backend, call };
     if call.results.iter().any(|ty| kind(ty.dtype).is_none()) {
         return Err(node.unsupported(&inputs));
@@ -45,10 +52,27 @@ pub(super) fn run(backend: &Tch, call: Call<'_>, inputs: Vec<Value>) -> Result<V
         }
         Op::SeenPositions { first } => one(seen_positions(x(0)?, *first)),
         Op::RelativeBuckets(spec) => one(Tensor::from_slice(&spec.indices()).f_to_device(device)),
-        Op::Linear { .. }
-        | Op::LinearGradInput { .. }
-        | Op::LinearGradWeight { .. }
-        | Op::MatMul { .. } => one(node.product(&inputs)?),
+        Op::Linear { layout, bias } => {
+            let bias = if *bias { Some(x(2)?) } else { None };
+            one(products::linear(*layout, x(0)?, x(1)?, bias))
+        }
+        Op::LinearGradInput { layout } => {
+            one(products::linear(layout.transposed(), x(0)?, x(1)?, None))
+        }
+        Op::LinearGradWeight { layout } => {
+            let (a, b) = node.at(products::weight_factors(*layout, x(0)?, x(1)?))?;
+            match sum {
+                Some(sum) if node.add_product(&a, &b, sum)? => return Ok(Vec::new()),
+                _ => one(a.f_mm(&b)),
+            }
+        }
+        Op::MatMul {
+            transpose_a,
+            transpose_b,
+        } => one(products::matmul(
+            [x(0)?, x(1)?],
+            [*transpose_a, *transpose_b],
+        )),
         Op::Zeros { .. } => {
             let ty = node.ty(0);
             one(Tensor::f_zeros(shape_of(ty), (kind_of(ty)?, device)))
@@ -71,9 +95,17 @@ pub(super) fn run(backend: &Tch, call: Call<'_>, inputs: Vec<Value>) -> Result<V
             padding,
             slice: None,
         } => {
+            let (dy, ids) = (x(1)?, x(0)?);
+            // On a device `index_add` uses any order; the kernel of the gradient sorts the rows.
+            if let Some(sum) = sum
+                && padding.is_none()
+                && backend.is_cpu()
+            {
+                node.add_rows(ids, dy, sum)?;
+                return Ok(Vec::new());
+            }
             // No row has number -1.
             let (rows, padding) = (int(*rows), padding.map_or(-1, int));
-            let (dy, ids) = (x(1)?, x(0)?);
             one(Tensor::f_embedding_dense_backward(
                 dy, ids, rows, padding, false,
             ))

@@ -1,0 +1,186 @@
+//! The fields of operations.
+
+use crate::TensorType;
+use merak_mpu::{Axis, Coord};
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
+/// How the matrix of a linear layer is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightLayout {
+    /// `[out, in]`, as `torch.nn.Linear`: `y = x Wᵀ`.
+    OutIn,
+    /// `[in, out]`, as GPT-2's `Conv1D`: `y = x W`.
+    InOut,
+}
+
+impl WeightLayout {
+    /// The dimension of the matrix that holds the output features.
+    pub fn out_dim(self) -> usize {
+        match self {
+            Self::OutIn => 0,
+            Self::InOut => 1,
+        }
+    }
+
+    /// The dimension of the matrix that holds the input features.
+    pub fn in_dim(self) -> usize {
+        1 - self.out_dim()
+    }
+
+    /// The layout in which the transposed matrix multiplies.
+    #[must_use]
+    pub fn transposed(self) -> Self {
+        match self {
+            Self::OutIn => Self::InOut,
+            Self::InOut => Self::OutIn,
+        }
+    }
+}
+
+/// An elementwise function with its own gradient kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// The approximation `x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))` of [`Self::GeluErf`].
+    GeluTanh,
+    /// `x/2 (1 + erf(x/√2))` ([GELU](https://arxiv.org/abs/1606.08415)).
+    GeluErf,
+    /// `x / (1 + e^-x)`, also called swish.
+    Silu,
+    /// `max(x, 0)`, with slope 0 at 0.
+    Relu,
+    /// `tanh(x)`.
+    Tanh,
+}
+
+impl Activation {
+    /// The names of the function and of its gradient.
+    pub(super) fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Self::GeluTanh => ("gelu_tanh", "gelu_tanh_grad"),
+            Self::GeluErf => ("gelu", "gelu_grad"),
+            Self::Silu => ("silu", "silu_grad"),
+            Self::Relu => ("relu", "relu_grad"),
+            Self::Tanh => ("tanh", "tanh_grad"),
+        }
+    }
+}
+
+/// Where a slice of a tensor that is cut over the ranks of an axis lies in the whole tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AxisSlice {
+    /// The mesh axis over which the dimension is cut.
+    pub axis: Axis,
+    /// The dimension.
+    pub dim: usize,
+    /// Its size in the whole tensor.
+    pub full: usize,
+}
+
+impl AxisSlice {
+    /// The indices of the whole dimension that the rank at `place` holds, of which each rank's
+    /// tensor has room for `local`. Behind the end of the dimension lies padding.
+    pub fn own(&self, place: Coord, local: usize) -> Range<usize> {
+        let start = place.get(self.axis) * local;
+        start.min(self.full)..(start + local).min(self.full)
+    }
+}
+
+/// How an all-reduce joins the values of all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reduction {
+    /// Their sum.
+    Sum,
+    /// The largest of them. No gradient passes: it counts as a constant.
+    Max,
+}
+
+/// Random zeroing with rescaling; the mask is a function of the run's seed, the step, the number of
+/// the sample (dimension 0), this node's key and the logical element index within the sample.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct DropoutSpec {
+    /// Probability that an element becomes zero.
+    pub p: f64,
+    /// Hash of the name of the node that drew the mask; its gradient uses the same.
+    pub key: u64,
+    /// Set when the value is a slice of a logical tensor.
+    pub slice: Option<AxisSlice>,
+}
+
+/// Scaled dot-product attention over packed heads.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Attention {
+    /// Query heads in the local tensors.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Size of one head.
+    pub head_dim: usize,
+    /// Factor of the scores, usually `1/√head_dim`.
+    pub scale: f64,
+    /// Whether a query sees only keys at its own and earlier positions.
+    pub causal: bool,
+    /// With a sliding window, how many keys a query sees, its own included.
+    pub window: Option<usize>,
+    /// Dropout of the probabilities; `slice` refers to the heads (dimension 1 of `[B, H, S, S]`).
+    pub dropout: Option<DropoutSpec>,
+}
+
+/// Positions of an attention's optional operands, where present.
+///
+/// The required operands may be followed by `seen [B, Sk] i64` (0 hides a key from all queries of
+/// its sample), then by a pair of `table [R, heads]` and `index [Sq, Sk] i64`: the score of (head,
+/// query, key) gets `table[index[query, key], head]` added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AttentionOptions {
+    /// Position of `seen`.
+    pub seen: Option<usize>,
+    /// Position of `table`; `index` is the next.
+    pub table: Option<usize>,
+}
+
+impl AttentionOptions {
+    /// Finds them by their types after the first `required` operands.
+    pub fn find<'a>(types: impl IntoIterator<Item = &'a TensorType>, required: usize) -> Self {
+        let mut found = Self::default();
+        let mut types = types.into_iter().enumerate().skip(required).peekable();
+        found.seen = types
+            .next_if(|(_, ty)| !ty.dtype.is_float())
+            .map(|(position, _)| position);
+        found.table = types.next().map(|(position, _)| position);
+        found
+    }
+
+    /// The number of optional operands that are present.
+    pub fn count(self) -> usize {
+        usize::from(self.seen.is_some()) + 2 * usize::from(self.table.is_some())
+    }
+}
+
+/// What the gradient of a joined value is on each of the ranks that join it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum JoinedGrad {
+    /// The whole gradient, since all ranks do the same work: a rank keeps its own slice.
+    #[default]
+    Whole,
+    /// A summand, since each rank does a part of the work: the slices are summed.
+    Summand,
+}
+
+/// Rotary position embedding, rotate-half convention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Rope {
+    /// Size of one head.
+    pub head_dim: usize,
+    /// Angle per position for each pair of elements; `2 * inv_freq.len()` elements of a head are
+    /// rotated.
+    pub inv_freq: Vec<f32>,
+    /// Factor of the rotated elements, 1 for a plain turn.
+    pub scale: f64,
+    /// Turns the other way, which is the gradient.
+    pub inverse: bool,
+}
