@@ -6,9 +6,11 @@ use serde::Serialize;
 use std::fmt;
 
 /// What a rewrite split, gathered and communicates; its `Display` is a page of text.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
-    /// The tensor-parallel degree.
+    /// The axis over which the model is split.
+    pub axis: Axis,
+    /// The ranks of the axis.
     pub degree: usize,
     /// The layers that are split, in graph order.
     pub modules: Vec<SplitModule>,
@@ -21,7 +23,7 @@ pub struct Report {
     pub unmatched: Vec<String>,
     /// Why layers were chosen, where no lists said so.
     pub choices: Vec<Choice>,
-    /// What one microbatch communicates over the tensor axis, by collective and direction.
+    /// What one microbatch communicates over the axis, by collective and direction.
     pub traffic: Vec<CollectiveBytes>,
 }
 
@@ -80,10 +82,16 @@ pub struct CollectiveBytes {
 }
 
 impl Report {
-    pub(crate) fn new(degree: usize) -> Self {
+    pub(crate) fn new(axis: Axis, degree: usize) -> Self {
         Self {
+            axis,
             degree,
-            ..Self::default()
+            modules: Vec::new(),
+            kept_whole: Vec::new(),
+            gathers: Vec::new(),
+            unmatched: Vec::new(),
+            choices: Vec::new(),
+            traffic: Vec::new(),
         }
     }
 
@@ -105,7 +113,7 @@ impl Report {
                 1
             };
             let whole = parts * input.map_or(0, bytes).max(bytes(output));
-            let [forward, backward] = collectives(&node.op);
+            let [forward, backward] = collectives(&node.op, self.axis);
             let is_trained = input.is_some_and(|input| needs_grad[input.index()]);
             if let Some(collective) = forward {
                 self.count(collective, false, whole);
@@ -137,42 +145,36 @@ impl Report {
     }
 }
 
-/// What a node communicates over the tensor axis, forward and backward.
-fn collectives(op: &Op) -> [Option<&'static str>; 2] {
+/// What a node communicates over an axis, forward and backward.
+fn collectives(op: &Op, over: Axis) -> [Option<&'static str>; 2] {
     match op {
-        Op::CopyTo { axis: Axis::Tensor } => [None, Some("all_reduce")],
-        Op::AllReduce {
-            axis: Axis::Tensor, ..
-        } => [Some("all_reduce"), None],
-        Op::Scatter {
-            axis: Axis::Tensor, ..
-        } => [None, Some("all_gather")],
-        Op::AllGather {
-            axis: Axis::Tensor,
-            grad,
-            ..
-        } => match grad {
+        Op::CopyTo { axis } if *axis == over => [None, Some("all_reduce")],
+        Op::AllReduce { axis, .. } if *axis == over => [Some("all_reduce"), None],
+        Op::Scatter { axis, .. } if *axis == over => [None, Some("all_gather")],
+        Op::AllGather { axis, grad, .. } if *axis == over => match grad {
             JoinedGrad::Whole => [Some("all_gather"), None],
             JoinedGrad::Summand => [Some("all_gather"), Some("reduce_scatter")],
         },
-        Op::ReduceScatter {
-            axis: Axis::Tensor, ..
-        } => [Some("reduce_scatter"), Some("all_gather")],
-        Op::AllToAll {
-            axis: Axis::Tensor, ..
-        } => [Some("all_to_all"), Some("all_to_all")],
+        Op::ReduceScatter { axis, .. } if *axis == over => {
+            [Some("reduce_scatter"), Some("all_gather")]
+        }
+        Op::AllToAll { axis, .. } if *axis == over => [Some("all_to_all"); 2],
         _ => [None, None],
     }
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "tensor parallel over {} ranks: {} layers split",
-            self.degree,
-            self.modules.len()
-        )?;
+        let degree = self.degree;
+        if self.axis == Axis::Sequence {
+            writeln!(f, "sequence parallel over {degree} ranks")?;
+        } else {
+            let layers = self.modules.len();
+            writeln!(
+                f,
+                "tensor parallel over {degree} ranks: {layers} layers split"
+            )?;
+        }
         let names = self.modules.iter().map(|module| module.module.len());
         let width = names.max().unwrap_or(0);
         for module in &self.modules {
