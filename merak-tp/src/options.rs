@@ -26,9 +26,9 @@ pub enum Sequence {
 /// What is split, over how many ranks, and how values between the split regions lie.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// The axis of the mesh: [`Axis::Tensor`], whose ranks share the layers of the lists, or
-    /// [`Axis::Sequence`], whose ranks share all work along the sequence.
-    pub axis: Axis,
+    /// The axis of the mesh: that of tensors, whose ranks share the layers of the lists, or that of
+    /// sequences, whose ranks share all work along them.
+    pub(crate) axis: Axis,
     /// Ranks of the axis.
     pub degree: usize,
     /// Layers that are split.

@@ -3,7 +3,8 @@
 
 use crate::{
     run::{assert_same_on, on_mesh, on_one_rank},
-    support::{gpt2, llama, model, shapes},
+    sequence::sequence_first,
+    support::{gpt2, lists, llama, model, shapes},
 };
 use merak_mpu::Degrees;
 use merak_tp::{
@@ -140,6 +141,21 @@ fn layers_vocabulary_and_slices_of_the_tensor_axis() {
         check(&config, &options(8), &slices, 2);
         check(&config, &options(8), &slices.clone().with_vocab(101), 2);
         check(&config, &options(16), &slices, 2);
+    }
+}
+
+#[test]
+fn the_sequence_may_come_first() {
+    let (whole, first) = (sequence_first(), Sequence::Cut { dim: 0 });
+    let layers = Options::new(2).with_lists(lists());
+    for tensor in [Options::new(1), layers.clone(), layers.with_sequence(first)] {
+        let graph = rewrite_with(&whole, &tensor)
+            .expect("it can be split")
+            .graph;
+        let cut = rewrite_with(&graph, &Options::ulysses(2, first));
+        let cut = cut.expect("the sequence can be cut");
+        assert!(cut.report.gathers.is_empty(), "{}", cut.report);
+        assert_same_on(&whole, &cut.graph, degrees(tensor.degree, 2));
     }
 }
 

@@ -145,10 +145,13 @@ fn a_run_goes_on_with_and_without_shared_sequences() {
     let whole = Case::gpt2().with_dropout(0.1);
     let shared = whole.clone().sharing(2);
     let wide = shared.clone().on((2, 1, 1)).with("zero_stage", 2);
+    let llama = Case::llama().with_dropout(0.1);
     for (from, to) in [
         (&shared, whole.clone()),
         (&whole, shared.clone()),
         (&wide, whole.clone().sharing(4).with("zero_stage", 3)),
+        (&shared, whole.clone().on((1, 2, 1))),
+        (&llama.clone().sharing(4), llama.on((1, 2, 2)).sharing(2)),
     ] {
         let folder = tempdir().expect("a temporary folder");
         train_and_save(from, 3, folder.path());
