@@ -271,4 +271,5 @@ axis_methods!(
     "pipeline parallel" Pipeline: pipeline_parallel_rank pipeline_parallel_world_size pipeline_parallel_group,
     "sequence parallel" Sequence: sequence_parallel_rank sequence_parallel_world_size sequence_parallel_group,
     "data x sequence parallel" DataSequence: data_sequence_parallel_rank data_sequence_parallel_world_size data_sequence_parallel_group,
+    "sequence x tensor parallel" SequenceTensor: sequence_tensor_parallel_rank sequence_tensor_parallel_world_size sequence_tensor_parallel_group,
 );

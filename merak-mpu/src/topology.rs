@@ -12,6 +12,7 @@ use std::fmt;
 /// | `Data` | dp | sharding of samples |
 /// | `Pipeline` | pp | sends between stages, broadcast of the loss |
 /// | `DataSequence` | dp, sp | gradient reduction, ZeRO, evaluation sums |
+/// | `SequenceTensor` | sp, tp | turns at computing of ranks that wait for each other in a pass |
 /// | `Model` | tp, pp | global norm, overflow |
 /// | `Replica` | tp, pp, sp | generated tokens, stop flags |
 /// | `Stage` | tp, dp, sp | turns at computing where replicas wait for each other |
@@ -28,6 +29,8 @@ pub enum GroupKind {
     Pipeline,
     /// Ranks that hold the same parameters.
     DataSequence,
+    /// Ranks that share the work on a stage's samples.
+    SequenceTensor,
     /// Ranks that hold different parameters of one model.
     Model,
     /// All ranks that work on the same samples.
@@ -40,12 +43,13 @@ pub enum GroupKind {
 
 impl GroupKind {
     /// All kinds, in the order in which every rank creates them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Tensor,
         Self::Sequence,
         Self::Data,
         Self::Pipeline,
         Self::DataSequence,
+        Self::SequenceTensor,
         Self::Model,
         Self::Replica,
         Self::Stage,
@@ -60,6 +64,7 @@ impl GroupKind {
             Self::Data => &[Axis::Data],
             Self::Pipeline => &[Axis::Pipeline],
             Self::DataSequence => &[Axis::Data, Axis::Sequence],
+            Self::SequenceTensor => &[Axis::Sequence, Axis::Tensor],
             Self::Model => &[Axis::Pipeline, Axis::Tensor],
             Self::Replica => &[Axis::Pipeline, Axis::Sequence, Axis::Tensor],
             Self::Stage => &[Axis::Data, Axis::Sequence, Axis::Tensor],
@@ -75,6 +80,7 @@ impl GroupKind {
             Self::Data => "data",
             Self::Pipeline => "pipeline",
             Self::DataSequence => "data_sequence",
+            Self::SequenceTensor => "sequence_tensor",
             Self::Model => "model",
             Self::Replica => "replica",
             Self::Stage => "stage",

@@ -129,7 +129,7 @@ impl<'a> Search<'a> {
             group.kind = None;
         }
         let options = Options::new(self.degree);
-        let mut rewriter = Rewriter::new(model, &options, Report::new(self.degree))?;
+        let mut rewriter = Rewriter::new(model, &options, Report::new(options.axis, self.degree))?;
         for id in model.node_ids() {
             let role = self.role(&rewriter, id);
             match rewriter.place(id, role.as_ref()) {

@@ -39,7 +39,7 @@ impl Rewriter<'_> {
         scope: &Arc<str>,
         user: &str,
     ) -> Result<ValueId> {
-        if let Some(summed) = self.as_summed(value, need) {
+        if let Some(summed) = self.as_summed(value, need, user) {
             return Ok(summed);
         }
         self.place_param(value, need, along_sequence);
@@ -60,10 +60,7 @@ impl Rewriter<'_> {
             Need::Whole => self.gather(value, JoinedGrad::Whole, scope, user)?,
             Need::Copied => self.copied(value, scope, user)?,
             Need::Cut(shard) => self.cut(value, shard, along_sequence, scope, user)?,
-            Need::Spread(pieces) => {
-                let whole = self.whole(value, scope, user)?;
-                self.spread(whole, *pieces, scope)?
-            }
+            Need::Spread(pieces) => self.spread(value, *pieces, scope, user)?,
         };
         self.placed_mut(value).forms.push((need.clone(), made));
         Ok(made)
@@ -83,9 +80,11 @@ impl Rewriter<'_> {
 
     /// A whole parameter for a different part of the work on each rank, where its gradient is
     /// summed once per step. Notes the other uses of a parameter too.
-    fn as_summed(&mut self, value: ValueId, need: &Need) -> Option<ValueId> {
+    fn as_summed(&mut self, value: ValueId, need: &Need, user: &str) -> Option<ValueId> {
         self.options.sequence_dim()?;
-        self.model.param_of(value)?;
+        if !self.is_weight(value) {
+            return None;
+        }
         let is_whole = self.placed[&value].placement == Placement::Replicate;
         if *need == Need::Copied && is_whole && !self.copied.contains(&value) {
             self.summed.insert(value);
@@ -93,17 +92,19 @@ impl Rewriter<'_> {
             placed.is_fixed = true;
             return Some(placed.value);
         }
-        self.unsummed.insert(value);
+        let used = self.unsummed.entry(value);
+        used.or_insert_with(|| user.to_owned());
         None
     }
 
     /// Places a parameter as its first use cuts it. A cut of the sequence is none of the parameter:
-    /// it has all positions on every rank.
+    /// it has all positions on every rank. Along the sequence axis every rank has all parameters.
     fn place_param(&mut self, value: ValueId, need: &Need, along_sequence: bool) {
         let is_param = self.model.param_of(value).is_some();
-        let degree = self.degree;
+        let (axis, degree) = (self.options.axis, self.degree);
         let placed = self.placed_mut(value);
-        let is_free = is_param && !placed.is_fixed && placed.forms.is_empty();
+        let is_free =
+            is_param && axis == Axis::Tensor && !placed.is_fixed && placed.forms.is_empty();
         if let (true, Need::Cut(shard)) = (is_free && !along_sequence, need) {
             placed.placement = Placement::Shard(shard.clone());
             let (value, placement) = (placed.value, placed.placement.clone());
@@ -111,7 +112,7 @@ impl Rewriter<'_> {
                 .graph
                 .param_of(value)
                 .expect("parameters of the model are parameters here");
-            self.graph.place_param(id, Axis::Tensor, placement, degree);
+            self.graph.place_param(id, axis, placement, degree);
         }
     }
 
@@ -131,9 +132,11 @@ impl Rewriter<'_> {
         }
     }
 
-    /// Whether a value that is cut along the sequence is whole nevertheless.
-    fn is_whole_sequence(&self, along_sequence: bool) -> bool {
-        along_sequence && self.options.is_whole()
+    /// Whether a value that is cut, along the sequence or not, is whole nevertheless. Along the
+    /// sequence axis all cuts belong to that of the sequence.
+    pub(crate) fn is_whole_sequence(&self, along_sequence: bool) -> bool {
+        let belongs = along_sequence || self.options.axis == Axis::Sequence;
+        belongs && self.options.is_whole()
     }
 
     /// The whole value for the same work on every rank, or for a part of it on each.
@@ -161,7 +164,7 @@ impl Rewriter<'_> {
                 bytes,
             });
         }
-        let axis = Axis::Tensor;
+        let axis = self.options.axis;
         let op = match grad {
             JoinedGrad::Whole if self.is_whole_sequence(along_sequence) => Op::Identity,
             JoinedGrad::Summand if self.is_whole_sequence(along_sequence) => Op::CopyTo { axis },
@@ -177,7 +180,8 @@ impl Rewriter<'_> {
             return self.gather(value, JoinedGrad::Summand, scope, user);
         }
         let whole = self.whole(value, scope, user)?;
-        Ok(self.add(scope, Op::CopyTo { axis: Axis::Tensor }, vec![whole])?[0])
+        let axis = self.options.axis;
+        Ok(self.add(scope, Op::CopyTo { axis }, vec![whole])?[0])
     }
 
     /// A slice of a value that is whole or cut otherwise.
@@ -203,15 +207,27 @@ impl Rewriter<'_> {
         };
         let (have, was_along_sequence, local) = from;
         let local = self.not_param(local, scope)?;
+        let to = (shard, along_sequence);
+        self.turn(local, (&have, was_along_sequence), to, scope)
+    }
+
+    /// Slices of one dimension as slices of another; each cut says whether it is along the sequence.
+    pub(crate) fn turn(
+        &mut self,
+        local: ValueId,
+        (have, was_along_sequence): (&Shard, bool),
+        (shard, along_sequence): (&Shard, bool),
+        scope: &Arc<str>,
+    ) -> Result<ValueId> {
         if self.is_whole_sequence(was_along_sequence) {
             return self.scatter(local, shard, along_sequence, scope);
         }
-        let axis = Axis::Tensor;
+        let axis = self.options.axis;
         let op = if self.is_whole_sequence(along_sequence) {
-            let (shard, grad) = (have, JoinedGrad::Whole);
+            let (shard, grad) = (have.clone(), JoinedGrad::Whole);
             Op::AllGather { axis, shard, grad }
         } else {
-            let (from, to) = (have, shard.clone());
+            let (from, to) = (have.clone(), shard.clone());
             Op::AllToAll { axis, from, to }
         };
         Ok(self.add(scope, op, vec![local])?[0])
@@ -238,7 +254,7 @@ impl Rewriter<'_> {
             Op::Identity
         } else {
             Op::Scatter {
-                axis: Axis::Tensor,
+                axis: self.options.axis,
                 shard: shard.clone(),
                 local: shard.local_size(self.degree),
             }
@@ -246,29 +262,60 @@ impl Rewriter<'_> {
         Ok(self.add(scope, op, vec![whole])?[0])
     }
 
-    /// Repeats each piece for its ranks, then every rank takes its own.
-    fn spread(&mut self, whole: ValueId, pieces: usize, scope: &Arc<str>) -> Result<ValueId> {
-        let ty = self.graph.ty(whole).clone();
+    /// Repeats each piece for its ranks, then every rank takes its own. Slices of the sequence turn
+    /// to the pieces without the whole value.
+    fn spread(
+        &mut self,
+        value: ValueId,
+        pieces: usize,
+        scope: &Arc<str>,
+        user: &str,
+    ) -> Result<ValueId> {
+        let placed = &self.placed[&value];
+        let last = self.model.ty(value).ndim() - 1;
+        let cut = placed
+            .placement
+            .as_shard()
+            .filter(|shard| self.options.axis == Axis::Sequence && shard.dim != last);
+        let (cut, along_sequence, local) = (cut.cloned(), placed.along_sequence, placed.value);
+        let operand = match cut {
+            Some(_) => local,
+            None => self.whole(value, scope, user)?,
+        };
+        let size = self.graph.ty(operand).last_dim() / pieces;
+        let all = self.repeated(operand, pieces, scope)?;
+        let spread = Shard {
+            dim: last,
+            parts: vec![size * self.degree],
+        };
+        match cut {
+            Some(have) => self.turn(all, (&have, along_sequence), (&spread, false), scope),
+            None => self.scatter(all, &spread, false, scope),
+        }
+    }
+
+    /// Each of so many equal pieces of the last dimension as often as ranks share it; once where
+    /// every rank has all of them.
+    fn repeated(&mut self, value: ValueId, pieces: usize, scope: &Arc<str>) -> Result<ValueId> {
+        let ty = self.graph.ty(value).clone();
         let (dim, size) = (ty.ndim() - 1, ty.last_dim() / pieces);
-        let heads = self.add(
-            scope,
-            Op::Split {
-                dim,
-                sizes: vec![size; pieces],
-            },
-            vec![whole],
-        )?;
-        let repeated = heads
-            .iter()
-            .flat_map(|&head| vec![head; self.degree / pieces])
-            .collect();
-        let all = self.add(scope, Op::Concat { dim }, repeated)?[0];
-        let parts = vec![size * self.degree];
-        self.scatter(all, &Shard { dim, parts }, false, scope)
+        let times = if self.is_whole_sequence(false) {
+            1
+        } else {
+            self.degree / pieces
+        };
+        let split = Op::Split {
+            dim,
+            sizes: vec![size; pieces],
+        };
+        let heads = self.add(scope, split, vec![value])?;
+        let repeated = heads.iter().flat_map(|&head| vec![head; times]);
+        let repeated = repeated.collect();
+        Ok(self.add(scope, Op::Concat { dim }, repeated)?[0])
     }
 
     /// The name of a value of the model for messages.
-    fn name_of(&self, value: ValueId) -> String {
+    pub(crate) fn name_of(&self, value: ValueId) -> String {
         match self.model.value(value).source {
             Source::Input(index) => format!("input {}", self.model.inputs()[index].name),
             Source::Param(id) => self.model.param(id).name.clone(),

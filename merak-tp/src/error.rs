@@ -1,9 +1,11 @@
 //! Reasons why a model cannot be split.
 
+use merak_trace::Axis;
+
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a model cannot be split over the tensor axis.
+/// Why a model cannot be split over an axis.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -29,15 +31,17 @@ pub enum Error {
     },
     /// The ranks cannot share the query heads of an attention evenly.
     #[error(
-        "{module}: {heads} attention heads cannot be split over tp = {degree}: choose \"tp\" among {}",
-        listed(legal)
+        "{module}: {heads} attention heads{} cannot be split over {axis} = {degree}: choose \"{axis}\" among {}",
+        of_a_rank(*axis), listed(legal), axis = axis.degree_name()
     )]
     Heads {
         /// Path of the module.
         module: String,
-        /// Its query heads.
+        /// Its query heads, those of a rank of the tensor axis where the sequence is cut.
         heads: usize,
-        /// The tensor-parallel degree.
+        /// The axis.
+        axis: Axis,
+        /// Its degree.
         degree: usize,
         /// The degrees that share out all heads, and that all other layers allow; at most one more
         /// than are shown.
@@ -45,16 +49,18 @@ pub enum Error {
     },
     /// The key and value heads can neither be shared out nor repeated.
     #[error(
-        "{module}: {kv_heads} key/value heads can neither be split over tp = {degree} nor repeated on it: \
-         choose \"tp\" among {}",
-        listed(legal)
+        "{module}: {kv_heads} key/value heads{} can neither be split over {axis} = {degree} nor repeated on it: \
+         choose \"{axis}\" among {}",
+        of_a_rank(*axis), listed(legal), axis = axis.degree_name()
     )]
     KvHeads {
         /// Path of the module.
         module: String,
-        /// Its key and value heads.
+        /// Its key and value heads, those of a rank of the tensor axis where the sequence is cut.
         kv_heads: usize,
-        /// The tensor-parallel degree.
+        /// The axis.
+        axis: Axis,
+        /// Its degree.
         degree: usize,
         /// The degrees that share out all heads, and that all other layers allow; at most one more
         /// than are shown.
@@ -62,20 +68,52 @@ pub enum Error {
     },
     /// The ranks cannot share the sequence evenly.
     #[error(
-        "{module}: a sequence of {len} cannot be cut over tp = {degree} (\"sequence_parallel\"): choose \"tp\" among {}, or another \
+        "{module}: a sequence of {len} cannot be cut over {axis} = {degree}{}: choose \"{axis}\" among {}, or another \
          \"seq_length\", such as {}",
-        listed(legal), len.next_multiple_of(*degree)
+        if *axis == Axis::Tensor { " (\"sequence_parallel\")" } else { "" },
+        listed(legal), len.next_multiple_of(*degree), axis = axis.degree_name()
     )]
     Sequence {
         /// Path of the module whose results are to be cut.
         module: String,
         /// Length of the sequence.
         len: usize,
-        /// The tensor-parallel degree.
+        /// The axis.
+        axis: Axis,
+        /// Its degree.
         degree: usize,
         /// The degrees that divide it, and that all other layers allow; at most one more than are
         /// shown.
         legal: Vec<usize>,
+    },
+    /// Sequences that each tensor rank has a slice of cannot be cut over the sequence axis too.
+    #[error(
+        "{node}: the sequence has {len} positions for each of tp = {tp} ranks (\"sequence_parallel\"), which cannot be cut over \
+         sp = {degree}: choose a \"seq_length\" that is a multiple of \"tp\" x \"sp\", which is {}",
+        tp * degree
+    )]
+    NestedSequence {
+        /// Name of the node.
+        node: String,
+        /// Positions of a tensor rank.
+        len: usize,
+        /// The tensor-parallel degree.
+        tp: usize,
+        /// The degree of the sequence axis.
+        degree: usize,
+    },
+    /// A trained parameter works on whole sequences on every rank of the sequence axis.
+    #[error(
+        "sp = {degree}: {param} is used on whole sequences, by {node}, which has no form for slices of a sequence: \
+         set \"sp\" to 1; language models that read a text from left to right have none of these"
+    )]
+    WholeSequence {
+        /// The degree of the sequence axis.
+        degree: usize,
+        /// Name of the parameter.
+        param: String,
+        /// Name of the first node that uses it so.
+        node: String,
     },
     /// A module is to be split both ways.
     #[error(
@@ -145,13 +183,18 @@ pub enum Error {
         degree: usize,
     },
     /// The degree is invalid.
-    #[error("tp = 0 is no number of ranks, expected 1 or more")]
-    ZeroDegree,
+    #[error("{} = 0 is no number of ranks, expected 1 or more", axis.degree_name())]
+    ZeroDegree {
+        /// The axis.
+        axis: Axis,
+    },
     /// The model was rewritten before.
-    #[error("{place} is split over the tensor axis already")]
+    #[error("{place} is split over the {axis} axis already")]
     AlreadySplit {
         /// Name of the node or parameter.
         place: String,
+        /// The axis.
+        axis: Axis,
     },
     /// A rule made a value of another type than its placement says.
     #[error("{node}: the rule gave {found}, its placement says {expected}")]
@@ -186,6 +229,14 @@ impl Error {
             | Self::Sequence { legal, .. } => Some(legal),
             _ => None,
         }
+    }
+}
+
+/// What a count of heads is of.
+fn of_a_rank(axis: Axis) -> &'static str {
+    match axis {
+        Axis::Sequence => " of a rank",
+        _ => "",
     }
 }
 

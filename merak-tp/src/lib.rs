@@ -1,4 +1,4 @@
-//! Splits a traced model over the ranks of the tensor axis.
+//! Splits a traced model over the ranks of the tensor axis and of the sequence axis.
 //!
 //! In 3D parallelism this is the step between tracing and cutting into stages: it reads a graph,
 //! which knows nothing of ranks, and returns the graph that every rank of a tensor-parallel group
@@ -57,6 +57,19 @@
 //! gradients are an all-gather and a reduce-scatter. A parameter that is used on slices alone is
 //! marked ([`Param::summed`](merak_trace::Param::summed)): whoever steps it sums its gradient over
 //! the ranks first.
+//!
+//! # The sequence axis
+//!
+//! With [`Options::ulysses`] the ranks of another axis share all work along the sequence
+//! ([Jacobs et al. 2023](https://arxiv.org/abs/2309.14509)); the graph may be that of a tensor rank
+//! already. Attention needs all positions, so there each rank has its share of the heads:
+//!
+//! ```text
+//!   q, k, v [B, S/N, H] ──► all_to_all ──► [B, S, H/N] ──► attention ──► all_to_all ──► [B, S/N, H]
+//!   backward: all_to_all                                                 all_to_all
+//! ```
+//!
+//! Every rank has all parameters and a summand of each gradient.
 //!
 //! # Guarantees
 //!

@@ -1,8 +1,9 @@
 //! What a rewrite is asked for.
 
 use crate::LayerLists;
+use merak_trace::Axis;
 
-/// How values between the split regions lie on the ranks of the tensor axis.
+/// How values between the split regions lie on the ranks of an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sequence {
     /// Every rank has all of them.
@@ -25,7 +26,10 @@ pub enum Sequence {
 /// What is split, over how many ranks, and how values between the split regions lie.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Ranks of the tensor axis.
+    /// The axis of the mesh: that of tensors, whose ranks share the layers of the lists, or that of
+    /// sequences, whose ranks share all work along them.
+    pub(crate) axis: Axis,
+    /// Ranks of the axis.
     pub degree: usize,
     /// Layers that are split.
     pub lists: LayerLists,
@@ -38,14 +42,27 @@ pub struct Options {
 }
 
 impl Options {
-    /// A split over `degree` ranks: of no layer yet, nor of a vocabulary, with whole values between
-    /// the regions.
+    /// A split over `degree` ranks of the tensor axis: of no layer yet, nor of a vocabulary, with
+    /// whole values between the regions.
     pub fn new(degree: usize) -> Self {
         Self {
+            axis: Axis::Tensor,
             degree,
             lists: LayerLists::default(),
             vocab: None,
             sequence: Sequence::Whole,
+        }
+    }
+
+    /// A cut of all work along the sequence over `degree` ranks of the sequence axis, with the heads
+    /// of each attention shared out between an all-to-all before and one after it
+    /// ([Jacobs et al. 2023](https://arxiv.org/abs/2309.14509)). A split over the tensor axis comes
+    /// first.
+    pub fn ulysses(degree: usize, sequence: Sequence) -> Self {
+        Self {
+            axis: Axis::Sequence,
+            sequence,
+            ..Self::new(degree)
         }
     }
 

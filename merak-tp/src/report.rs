@@ -6,9 +6,11 @@ use serde::Serialize;
 use std::fmt;
 
 /// What a rewrite split, gathered and communicates; its `Display` is a page of text.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
-    /// The tensor-parallel degree.
+    /// The axis over which the model is split.
+    pub axis: Axis,
+    /// The ranks of the axis.
     pub degree: usize,
     /// The layers that are split, in graph order.
     pub modules: Vec<SplitModule>,
@@ -21,7 +23,7 @@ pub struct Report {
     pub unmatched: Vec<String>,
     /// Why layers were chosen, where no lists said so.
     pub choices: Vec<Choice>,
-    /// What one microbatch communicates over the tensor axis, by collective and direction.
+    /// What one microbatch communicates over the axis, by collective and direction.
     pub traffic: Vec<CollectiveBytes>,
 }
 
@@ -80,10 +82,16 @@ pub struct CollectiveBytes {
 }
 
 impl Report {
-    pub(crate) fn new(degree: usize) -> Self {
+    pub(crate) fn new(axis: Axis, degree: usize) -> Self {
         Self {
+            axis,
             degree,
-            ..Self::default()
+            modules: Vec::new(),
+            kept_whole: Vec::new(),
+            gathers: Vec::new(),
+            unmatched: Vec::new(),
+            choices: Vec::new(),
+            traffic: Vec::new(),
         }
     }
 
@@ -97,7 +105,7 @@ impl Report {
         let needs_grad = needs_grad(graph, &[]);
         for node in graph.nodes() {
             let region = node.op.region();
-            let Some(region) = region.filter(|region| region.axis == Axis::Tensor) else {
+            let Some(region) = region.filter(|region| region.axis == self.axis) else {
                 continue;
             };
             let (input, output) = (node.inputs[0], node.outputs[0]);
@@ -142,12 +150,16 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "tensor parallel over {} ranks: {} layers split",
-            self.degree,
-            self.modules.len()
-        )?;
+        let degree = self.degree;
+        if self.axis == Axis::Sequence {
+            writeln!(f, "sequence parallel over {degree} ranks")?;
+        } else {
+            let layers = self.modules.len();
+            writeln!(
+                f,
+                "tensor parallel over {degree} ranks: {layers} layers split"
+            )?;
+        }
         let names = self.modules.iter().map(|module| module.module.len());
         let width = names.max().unwrap_or(0);
         for module in &self.modules {

@@ -8,7 +8,7 @@ use crate::{
     rules::{self, Need, NodePlacement, Site},
 };
 use merak_trace::{
-    Axis, Graph, Node, NodeId, Op, ParamId, Placement, Shard, ValueId, op::Reduction,
+    Axis, Graph, Node, NodeId, Op, ParamId, Placement, Shard, ValueId, needs_grad, op::Reduction,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -58,16 +58,17 @@ pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewri
 /// As [`rewrite`], and when a sequence that is to be cut is no multiple of the degree.
 pub fn rewrite_with(model: &Graph, options: &Options) -> Result<Rewritten> {
     match options.degree {
-        0 => return Err(Error::ZeroDegree),
+        0 => return Err(Error::ZeroDegree { axis: options.axis }),
         1 => {
             return Ok(Rewritten {
                 graph: model.clone(),
-                report: Report::new(1),
+                report: Report::new(options.axis, 1),
             });
         }
-        degree => options.lists.check(degree)?,
+        degree if options.axis == Axis::Tensor => options.lists.check(degree)?,
+        _ => {}
     }
-    refuse_rewritten(model)?;
+    refuse_rewritten(model, options.axis)?;
     split(model, options).map_err(|mut error| {
         if let Some(legal) = error.legal_mut() {
             // What suits one layer may not suit the others.
@@ -87,8 +88,11 @@ pub fn rewrite_with(model: &Graph, options: &Options) -> Result<Rewritten> {
 
 /// The rewrite itself, for a degree above 1.
 fn split(model: &Graph, options: &Options) -> Result<Rewritten> {
-    let matches = matching::find(model, options)?;
-    let mut report = Report::new(options.degree);
+    let matches = match options.axis {
+        Axis::Sequence => matching::Matches::default(),
+        _ => matching::find(model, options)?,
+    };
+    let mut report = Report::new(options.axis, options.degree);
     report.kept_whole = matches.kept_whole;
     report.unmatched = matches.unmatched;
     let mut copied = BTreeSet::new();
@@ -101,7 +105,7 @@ fn split(model: &Graph, options: &Options) -> Result<Rewritten> {
         }
         // A gradient is a sum of summands alone, or of whole gradients alone.
         let mixed: Vec<_> = rewriter.mixed_params().collect();
-        if mixed.is_empty() {
+        if mixed.is_empty() || options.axis == Axis::Sequence {
             return rewriter.finish();
         }
         copied.extend(mixed);
@@ -127,7 +131,7 @@ pub fn cuts_with(model: &Graph, options: &Options) -> Result<BTreeMap<String, Sh
         return Ok(BTreeMap::new());
     }
     options.lists.check(1)?;
-    refuse_rewritten(model)?;
+    refuse_rewritten(model, Axis::Tensor)?;
     let options = Options::new(1)
         .with_lists(options.lists.clone())
         .with_vocab(options.vocab);
@@ -136,7 +140,7 @@ pub fn cuts_with(model: &Graph, options: &Options) -> Result<BTreeMap<String, Sh
         matches => matches?,
     };
     // Degree 1 divides every size.
-    let mut rewriter = Rewriter::new(model, &options, Report::new(1))?;
+    let mut rewriter = Rewriter::new(model, &options, Report::new(options.axis, 1))?;
     rewriter.slice(&matches.slices);
     for id in model.node_ids() {
         rewriter.place(id, matches.roles.get(&id))?;
@@ -174,6 +178,14 @@ impl Placed {
             forms: Vec::new(),
         }
     }
+
+    /// A value that is cut along the sequence.
+    fn along_sequence(value: ValueId, shard: Shard) -> Self {
+        Self {
+            along_sequence: true,
+            ..Self::new(value, Placement::Shard(shard))
+        }
+    }
 }
 
 /// The state of a rewrite.
@@ -189,11 +201,14 @@ pub(crate) struct Rewriter<'a> {
     pub(crate) gathered: Vec<ValueId>,
     /// Values of the model that are used.
     used: BTreeSet<ValueId>,
+    /// Values that follow from parameters alone, where every rank has all of these: their gradients
+    /// are summands where those of the parameters are.
+    weights: BTreeSet<ValueId>,
     /// Parameters, as values of the model, with a use by different work on each rank, whose
     /// gradients are summed once per step.
     pub(crate) summed: BTreeSet<ValueId>,
-    /// Those with another use.
-    pub(crate) unsummed: BTreeSet<ValueId>,
+    /// Those with another use, and the first node that uses them so.
+    pub(crate) unsummed: BTreeMap<ValueId, String>,
     /// Those with both kinds, whose gradients are summed at each use.
     pub(crate) copied: BTreeSet<ValueId>,
 }
@@ -217,8 +232,9 @@ impl<'a> Rewriter<'a> {
             placed: BTreeMap::new(),
             gathered: Vec::new(),
             used,
+            weights: BTreeSet::new(),
             summed: BTreeSet::new(),
-            unsummed: BTreeSet::new(),
+            unsummed: BTreeMap::new(),
             copied: BTreeSet::new(),
         };
         rewriter.copy_sources()?;
@@ -248,7 +264,7 @@ impl<'a> Rewriter<'a> {
                 .push(split_module(model, node, role, self.degree));
         }
         let along_sequence = plan.cuts_sequence || self.keeps_sequence(node, &plan);
-        let has_all = along_sequence && self.options.is_whole();
+        let has_all = self.is_whole_sequence(along_sequence);
         if has_all {
             plan.op = node.op.clone();
         }
@@ -257,16 +273,13 @@ impl<'a> Rewriter<'a> {
             // Each rank adds it to its slice.
             *plan.needs.last_mut().expect("it is an operand") = Need::Copied;
         }
-        let mut inputs = Vec::with_capacity(node.inputs.len());
-        for (&input, need) in node.inputs.iter().zip(&plan.needs) {
-            let value = self.convert(input, need, along_sequence, &node.scope, &node.name)?;
-            inputs.push(value);
-        }
+        let mut inputs = self.operands(node, &plan.needs, along_sequence)?;
         let last = if plan.adds_last { inputs.pop() } else { None };
         if let Op::VocabLoss {
             label_smoothing,
             slice,
         } = plan.op
+            && slice.axis == self.options.axis
         {
             let operands = [inputs[0], inputs[1]];
             let sums = self.vocab_sums(&node.scope, operands, label_smoothing, slice)?;
@@ -274,28 +287,71 @@ impl<'a> Rewriter<'a> {
         }
         let values = self.graph.add_counterpart(node, plan.op.clone(), inputs)?;
         let results = node.outputs.iter().zip(values).zip(plan.results).zip(sums);
+        let mut turns = plan.turns;
         for (((&result, value), placement), sum) in results {
             self.check_local(node, result, value, (&placement, has_all))?;
-            let placed = match (placement, sum) {
-                (Placement::Partial, Some(shard)) => {
-                    let sum = self.reduce_scatter(value, &shard, has_all, last, &node.scope)?;
-                    Placed {
-                        along_sequence: true,
-                        ..Placed::new(sum, Placement::Shard(shard))
-                    }
+            let along_sequence = along_sequence && placement.as_shard().is_some();
+            let placed = match (placement, turns.take()) {
+                (Placement::Partial, _) => {
+                    self.summed_up(value, sum, has_all, last, &node.scope)?
                 }
-                (Placement::Partial, None) => {
-                    let sum = self.reduce(value, has_all, last, &node.scope)?;
-                    Placed::new(sum, Placement::Replicate)
+                (Placement::Shard(have), Some(to)) => {
+                    let own =
+                        self.turn(value, (&have, along_sequence), (&to, true), &node.scope)?;
+                    Placed::along_sequence(own, to)
                 }
                 (placement, _) => Placed {
-                    along_sequence: along_sequence && placement.as_shard().is_some(),
+                    along_sequence,
                     ..Placed::new(value, placement)
                 },
             };
             self.placed.insert(result, placed);
         }
         Ok(())
+    }
+
+    /// The operands of a node in the forms that it needs.
+    fn operands(
+        &mut self,
+        node: &Node,
+        needs: &[Need],
+        along_sequence: bool,
+    ) -> Result<Vec<ValueId>> {
+        let mut of_weights = node.inputs.iter().map(|&input| self.is_weight(input));
+        if self.options.axis == Axis::Sequence
+            && !node.inputs.is_empty()
+            && of_weights.all(|is_weight| is_weight)
+        {
+            self.weights.extend(&node.outputs);
+            let whole = node.inputs.iter().map(|input| self.placed[input].value);
+            return Ok(whole.collect());
+        }
+        let operands = node.inputs.iter().zip(needs).map(|(&input, need)| {
+            self.convert(input, need, along_sequence, &node.scope, &node.name)
+        });
+        operands.collect()
+    }
+
+    /// Whether a value is a parameter, or follows from parameters as [`Self::weights`] do.
+    pub(crate) fn is_weight(&self, value: ValueId) -> bool {
+        self.model.param_of(value).is_some() || self.weights.contains(&value)
+    }
+
+    /// A partial result once it is summed, and cut where it is to be.
+    fn summed_up(
+        &mut self,
+        value: ValueId,
+        cut: Option<Shard>,
+        has_all: bool,
+        last: Option<ValueId>,
+        scope: &Arc<str>,
+    ) -> Result<Placed> {
+        let Some(shard) = cut else {
+            let sum = self.reduce(value, has_all, last, scope)?;
+            return Ok(Placed::new(sum, Placement::Replicate));
+        };
+        let sum = self.reduce_scatter(value, &shard, has_all, last, scope)?;
+        Ok(Placed::along_sequence(sum, shard))
     }
 
     /// Whether an operand is cut along the sequence, and the node takes it that way.
@@ -321,7 +377,8 @@ impl<'a> Rewriter<'a> {
 
     /// The parameters with uses of which each rank does a part, and with others.
     fn mixed_params(&self) -> impl Iterator<Item = ValueId> {
-        self.summed.intersection(&self.unsummed).copied()
+        let summed = self.summed.iter().copied();
+        summed.filter(|param| self.unsummed.contains_key(param))
     }
 
     /// The facts that a rule reads.
@@ -371,7 +428,7 @@ impl<'a> Rewriter<'a> {
             Op::Identity
         } else {
             Op::AllReduce {
-                axis: Axis::Tensor,
+                axis: self.options.axis,
                 op: Reduction::Sum,
             }
         };
@@ -392,7 +449,7 @@ impl<'a> Rewriter<'a> {
             return self.reduce(value, has_all, once, scope);
         }
         let op = Op::ReduceScatter {
-            axis: Axis::Tensor,
+            axis: self.options.axis,
             shard: shard.clone(),
             local: shard.local_size(self.degree),
         };
@@ -455,6 +512,10 @@ impl<'a> Rewriter<'a> {
             let value = self.convert(port.value, &Need::Whole, false, &root, &user)?;
             self.graph.add_output(port.name.clone(), value);
         }
+        if self.options.axis == Axis::Sequence {
+            self.refuse_shared_work()?;
+            self.summed.clear();
+        }
         let summed = self.summed.iter().filter_map(|&param| {
             let name = &self.model.param(self.model.param_of(param)?).name;
             self.graph.find_param(name)
@@ -468,6 +529,21 @@ impl<'a> Rewriter<'a> {
             graph: self.graph,
             report: self.report,
         })
+    }
+
+    /// Refuses trained parameters whose gradients are the same on all ranks of the sequence axis,
+    /// where those of others are summands.
+    fn refuse_shared_work(&self) -> Result<()> {
+        let needs_grad = needs_grad(self.model, &[]);
+        let mut uses = self.unsummed.iter();
+        match uses.find(|(value, _)| needs_grad[value.index()]) {
+            Some((&value, node)) if !self.options.is_whole() => Err(Error::WholeSequence {
+                degree: self.degree,
+                param: self.name_of(value),
+                node: node.clone(),
+            }),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -494,20 +570,20 @@ fn split_module(model: &Graph, node: &Node, role: &Role, degree: usize) -> Split
     }
 }
 
-/// Refuses a rewritten model: a second rewrite would split it again.
-fn refuse_rewritten(model: &Graph) -> Result<()> {
+/// Refuses a model that was rewritten for the axis: a second rewrite would split it again.
+fn refuse_rewritten(model: &Graph, axis: Axis) -> Result<()> {
     let param = model
         .params()
         .iter()
-        .find(|param| *param.placements.on(Axis::Tensor) != Placement::Replicate)
+        .find(|param| *param.placements.on(axis) != Placement::Replicate)
         .map(|param| param.name.clone());
     let is_split = |node: &&Node| {
         let region = node.op.region();
-        region.is_some_and(|region| region.axis == Axis::Tensor)
+        region.is_some_and(|region| region.axis == axis)
     };
     let node = model.nodes().iter().find(is_split);
     match param.or_else(|| node.map(|node| node.name.to_string())) {
-        Some(place) => Err(Error::AlreadySplit { place }),
+        Some(place) => Err(Error::AlreadySplit { place, axis }),
         None => Ok(()),
     }
 }

@@ -8,12 +8,16 @@ mod attention;
 mod elementwise;
 mod linear;
 mod norm;
+mod regions;
 mod sequence;
 mod shape;
 mod vocab;
 
 use crate::{Options, Result, matching::Role};
-use merak_trace::{Node, Op, Placement, Shard, TensorType, op::Class};
+use merak_trace::{
+    Node, Op, Placement, Shard, TensorType,
+    op::{Class, Region, RegionKind},
+};
 
 /// How a node needs an operand.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,6 +65,8 @@ pub(crate) struct NodePlacement {
     pub(crate) adds_last: bool,
     /// Whether it is the first to cut the sequence.
     pub(crate) cuts_sequence: bool,
+    /// The cut that the first result turns to at once.
+    pub(crate) turns: Option<Shard>,
 }
 
 impl NodePlacement {
@@ -71,6 +77,7 @@ impl NodePlacement {
             results: results.into(),
             adds_last: false,
             cuts_sequence: false,
+            turns: None,
         }
     }
 }
@@ -107,8 +114,11 @@ impl Site<'_> {
 /// When a size cannot be split as the lists ask for.
 pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
     let all_whole = (0..site.types.len()).all(|operand| site.shard(operand).is_none());
-    let is_lookup = site.node.op.class() == Class::Lookup;
-    if all_whole && site.role.is_none() && !is_lookup {
+    // These are the first to cut a sequence.
+    let is_scatter = |region: Region<'_>| matches!(region.kind, RegionKind::Scatter(_));
+    let op = &site.node.op;
+    let may_cut = op.class() == Class::Lookup || op.region().is_some_and(is_scatter);
+    if all_whole && site.role.is_none() && !may_cut {
         return Ok(site.whole());
     }
     Ok(match &site.node.op {
@@ -133,16 +143,17 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         Op::SumAll => shape::sum_all(site),
         Op::Embedding { padding, .. } => vocab::embedding(site, *padding)?,
         Op::CrossEntropy { label_smoothing } => vocab::cross_entropy(site, *label_smoothing),
-        Op::Positions { .. }
-        | Op::SeenPositions { .. }
-        | Op::RelativeBuckets(_)
-        | Op::Zeros { .. }
-        | Op::CopyTo { .. }
+        Op::VocabMax { .. } | Op::VocabSums { .. } | Op::VocabLoss { .. } => vocab::of_slice(site),
+        Op::CopyTo { .. }
         | Op::AllReduce { .. }
         | Op::AllGather { .. }
         | Op::Scatter { .. }
         | Op::ReduceScatter { .. }
-        | Op::AllToAll { .. }
+        | Op::AllToAll { .. } => regions::region(site)?,
+        Op::Positions { .. }
+        | Op::SeenPositions { .. }
+        | Op::RelativeBuckets(_)
+        | Op::Zeros { .. }
         // Gradients are added after the rewrite.
         | Op::LinearGradInput { .. }
         | Op::LinearGradWeight { .. }
@@ -156,9 +167,6 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         | Op::SiluMulGrad
         | Op::SoftmaxGrad
         | Op::CrossEntropyGrad { .. }
-        | Op::VocabMax { .. }
-        | Op::VocabSums { .. }
-        | Op::VocabLoss { .. }
         | Op::SumAllGrad => site.whole(),
     })
 }

@@ -28,6 +28,7 @@ impl Options {
             return Err(Error::Sequence {
                 module: place.to_owned(),
                 len,
+                axis: self.axis,
                 degree: self.degree,
                 legal: divisors(len),
             });
@@ -47,11 +48,13 @@ impl Options {
 }
 
 impl Site<'_> {
-    /// How the ids of a lookup are cut: `[batch, sequence]` or `[sequence, batch]` along the
-    /// sequence, and numbers of positions `[sequence]`, which are the same for all samples.
-    pub(crate) fn cut_ids(&self) -> Result<Option<Shard>> {
+    /// How the first operand is cut, which is whole: the ids of a lookup, `[batch, sequence]` or
+    /// `[sequence, batch]`, along the sequence, and numbers of positions `[sequence]`, which are the
+    /// same for all samples; other values have features behind these.
+    pub(crate) fn first_cut(&self) -> Result<Option<Shard>> {
         let ids = self.types[0];
-        let missing = 2_usize.checked_sub(ids.ndim());
+        let most = if ids.dtype.is_float() { 3 } else { 2_usize };
+        let missing = most.checked_sub(ids.ndim());
         let dim = self
             .options
             .sequence_dim()

@@ -52,12 +52,12 @@ impl RunContext {
     #[cfg(feature = "cpu")]
     pub(crate) fn sample_slice(&self, spec: &op::DropoutSpec, shape: &[usize]) -> SampleSlice {
         let first_sample = self.sample_base;
-        let Some(slice) = spec.slice else {
+        let Some((dim, dim_full)) = spec.cut_dim() else {
             return SampleSlice::whole(first_sample, shape[1..].iter().product());
         };
-        let local = shape[slice.dim];
-        let dim_start = self.place.get(slice.axis) * local;
-        if slice.dim == 0 {
+        let local = shape[dim];
+        let dim_start = spec.first_index(self.place, local);
+        if dim == 0 {
             return SampleSlice::whole(
                 first_sample + dim_start as u64,
                 shape[1..].iter().product(),
@@ -65,11 +65,11 @@ impl RunContext {
         }
         SampleSlice {
             first_sample,
-            outer: shape[1..slice.dim].iter().product(),
-            dim_full: slice.full,
+            outer: shape[1..dim].iter().product(),
+            dim_full,
             dim_start,
             dim_local: local,
-            inner: shape[slice.dim + 1..].iter().product(),
+            inner: shape[dim + 1..].iter().product(),
         }
     }
 }

@@ -246,6 +246,7 @@ impl Module {
             p,
             key: name_hash(&name),
             slice: None,
+            nested: None,
         }));
         let ids = graph.add_named_node(
             name,
@@ -486,6 +487,7 @@ impl Module {
                     p,
                     key: 0,
                     slice: None,
+                    nested: None,
                 }))
             },
             p,

@@ -94,7 +94,7 @@ impl StepCosts for RunCosts<'_> {
         match self.model {
             CostModel::Counted => Counted.cores(),
             CostModel::Measured(_) => {
-                let beside = self.args.dp * self.args.tp * threads_per_rank(self.args);
+                let beside = self.args.replicas() * self.args.tp * threads_per_rank(self.args);
                 cores_here(self.args) as f64 / beside as f64
             }
         }

@@ -244,21 +244,21 @@ impl Plan {
         let specs = specs.map(|(index, param)| groups.spec(param, index));
         let bytes = args
             .zero_config(1)
-            .exchange_bytes(specs.collect(), args.dp)?;
+            .exchange_bytes(specs.collect(), args.replicas())?;
         Ok(bytes.sums.saturating_add(bytes.gathers))
     }
 
     /// The state and masters that a rank keeps in files.
     fn file_bytes(&self, args: &CheckedArguments, rank: usize) -> Result<usize> {
         let sums = self.rank_programs(rank)?.sums();
-        let all = kept_bytes(args, args.dp).held(sums);
-        let in_memory = param_bytes(args, args.dp).held(sums);
+        let all = kept_bytes(args, args.replicas()).held(sums);
+        let in_memory = param_bytes(args, args.replicas()).held(sums);
         Ok(all.total() - in_memory.total())
     }
 
     /// The weights that a rank gathers from its replicas to generate text.
     fn gathered_bytes(&self, args: &CheckedArguments, rank: usize) -> Result<usize> {
-        if kept_bytes(args, args.dp).weight_ranks == 1 {
+        if kept_bytes(args, args.replicas()).weight_ranks == 1 {
             return Ok(0);
         }
         let programs = self.rank_programs(rank)?;

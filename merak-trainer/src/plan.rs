@@ -23,7 +23,7 @@ use merak_partition::{
     Counted, Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, Recompute,
     RecomputeOp, ScheduleChoice, Share, StageMethod, StepCosts,
 };
-use merak_tp::{Sequence, rewrite_with};
+use merak_tp::{Options, Sequence, rewrite_with};
 use merak_trace::{
     Axis, Node, Param, Shard, StageCuts, StageProgram,
     models::{Head, Objective, TraceOptions},
@@ -41,9 +41,9 @@ use std::{
 /// makes the same one.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// The model, rewritten for the tensor axis.
+    /// The model, rewritten for the tensor and the sequence axis.
     pub draft: Draft,
-    /// The graph of a rank of the tensor axis, laid out over the ranks of the pipeline.
+    /// The graph of a rank, laid out over the ranks of the pipeline.
     pipeline: Pipeline,
 }
 
@@ -205,12 +205,24 @@ impl Plan {
         let (mut adapted, _) = with_adapter(traced, lora, family, draft.kept)?;
         forward.output.add_logits_to(&mut adapted)?;
         // Batches of evaluations and the positions of a decoding have any length: they pass whole.
-        let sequence = match draft.split.sequence {
-            Sequence::Cut { dim } => Sequence::WholeLikeCut { dim },
-            whole => whole,
+        let passing_whole = |options: &Options| {
+            let sequence = match options.sequence {
+                Sequence::Cut { dim } => Sequence::WholeLikeCut { dim },
+                whole => whole,
+            };
+            options.clone().with_sequence(sequence)
         };
-        let split = draft.split.clone().with_sequence(sequence);
-        let mut graph = rewrite_with(&adapted, &split)?.graph;
+        // The ranks of a sequence share that of an evaluation as in training.
+        let is_shared = forward.output == ForwardOutput::Loss
+            && forward.seq == draft.seq_length
+            && options.target_seq == draft.target_length;
+        let sequence = if is_shared {
+            draft.sequence.clone()
+        } else {
+            passing_whole(&draft.sequence)
+        };
+        let split = rewrite_with(&adapted, &passing_whole(&draft.split))?.graph;
+        let mut graph = rewrite_with(&split, &sequence)?.graph;
         forward.output.add_hidden_to(&mut graph)?;
         // The same nodes in the same order, except for the loss at the end.
         let last = self.cuts.num_stages() - 1;
@@ -328,7 +340,7 @@ fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
         search_microbatches: args.autopipe.micro_batches,
         comm_cost: args.autopipe.comm_cost,
         memory_limit: args.autopipe.memory_limit,
-        param_bytes: param_bytes(args, args.dp),
+        param_bytes: param_bytes(args, args.replicas()),
         recompute: recompute(args),
     })
 }

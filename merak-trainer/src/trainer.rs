@@ -638,19 +638,24 @@ fn turns<'a>(mpu: &'a Mpu, args: &CheckedArguments) -> &'a Group {
     if args.waits_for_replicas() {
         mpu.stage_group()
     } else {
-        mpu.tensor_parallel_group()
+        mpu.sequence_tensor_parallel_group()
     }
 }
 
 /// Refuses an untested rule whose state replicas divide.
 fn check_rule(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
-    let divides = args.zero_config(1).element_bytes(args.dp).state.ranks > 1;
+    let divides = args
+        .zero_config(1)
+        .element_bytes(args.replicas())
+        .state
+        .ranks
+        > 1;
     match &parts.rule {
         Some(rule) if divides && !args.zero_allow_untested_optimizer => {
             Err(Error::Config(ConfigError::UntestedOptimizer {
                 name: rule.name().to_owned(),
                 stage: u8::from(args.zero_stage),
-                replicas: args.dp,
+                replicas: args.replicas(),
             }))
         }
         _ => Ok(()),

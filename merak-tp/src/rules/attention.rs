@@ -10,28 +10,36 @@ use merak_trace::{
 /// Dimension of the heads in `[B, S, heads * D]`.
 const PACKED: usize = 2;
 
+/// Dimension of the sequence.
+const SEQUENCE: usize = 1;
+
 /// Each rank computes its share of the query heads.
 ///
 /// Key and value heads are shared out likewise; if there are fewer than ranks, neighbouring ranks
-/// get the head that their query heads share.
+/// get the head that their query heads share. Where the sequence is cut over the sequence axis, each
+/// rank has all positions of its heads, and afterwards all heads of its positions again.
 pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlacement> {
-    let degree = site.degree;
-    let by_heads =
-        (0..3).any(|operand| site.shard(operand).is_some_and(|shard| shard.dim == PACKED));
-    if !by_heads || spec.dropout.is_some_and(|dropout| dropout.slice.is_some()) {
+    let along =
+        |dim| (0..3).map(move |operand| site.shard(operand).filter(|shard| shard.dim == dim));
+    let options = AttentionOptions::find(site.types.iter().copied(), 3);
+    let (is_split, turns) = match site.options.axis {
+        // A table of biases is a parameter, and every rank of this axis has all of them.
+        Axis::Sequence => {
+            let all_cut = along(SEQUENCE).all(|shard| shard.is_some());
+            (all_cut && options.table.is_none(), site.shard(0).cloned())
+        }
+        _ => (along(PACKED).any(|shard| shard.is_some()), None),
+    };
+    let dropout = spec.dropout;
+    let dropout = dropout.map(|dropout| of_heads(site, spec.heads, dropout));
+    if !is_split || dropout == Some(None) {
         return Ok(site.whole());
     }
     let (keys, kv_heads) = key_share(site, spec)?;
-    let slice = Some(AxisSlice {
-        axis: Axis::Tensor,
-        dim: 1,
-        full: spec.heads,
-    });
-    let dropout = spec.dropout.map(|dropout| DropoutSpec { slice, ..dropout });
     let op = Op::Attention(Attention {
-        heads: spec.heads / degree,
+        heads: spec.heads / site.degree,
         kv_heads,
-        dropout,
+        dropout: dropout.flatten(),
         ..spec.clone()
     });
     let width = site.types[0].last_dim();
@@ -40,7 +48,6 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
         Placement::shard(1, spec.heads),
     ];
     let mut needs = vec![cut(width), keys.clone(), keys];
-    let options = AttentionOptions::find(site.types.iter().copied(), 3);
     needs.extend(options.seen.map(|_| Need::Whole));
     if options.table.is_some() {
         // Each rank has the biases of its heads.
@@ -50,7 +57,31 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
         };
         needs.extend([Need::Cut(table), Need::Whole]);
     }
-    Ok(NodePlacement::new(needs, op, results))
+    Ok(NodePlacement {
+        turns,
+        ..NodePlacement::new(needs, op, results)
+    })
+}
+
+/// The dropout of a rank's share of the heads, if there is a form for it.
+fn of_heads(site: &Site<'_>, heads: usize, dropout: DropoutSpec) -> Option<DropoutSpec> {
+    let own = Some(AxisSlice {
+        axis: site.options.axis,
+        dim: 1,
+        full: heads,
+    });
+    match (site.options.axis, dropout.slice, dropout.nested) {
+        (_, None, _) => Some(DropoutSpec {
+            slice: own,
+            ..dropout
+        }),
+        // The heads of a tensor rank are shared out once more.
+        (Axis::Sequence, Some(_), None) => Some(DropoutSpec {
+            nested: own,
+            ..dropout
+        }),
+        _ => None,
+    }
 }
 
 /// The need of keys and values, and their heads on each rank.
@@ -68,6 +99,7 @@ fn key_share(site: &Site<'_>, spec: &Attention) -> Result<(Need, usize)> {
         Err(Error::Heads {
             module: module(),
             heads: spec.heads,
+            axis: site.options.axis,
             degree,
             legal: legal(),
         })
@@ -79,17 +111,29 @@ fn key_share(site: &Site<'_>, spec: &Attention) -> Result<(Need, usize)> {
         Err(Error::KvHeads {
             module: module(),
             kv_heads: spec.kv_heads,
+            axis: site.options.axis,
             degree,
             legal: legal(),
         })
     }
 }
 
-/// Turns whole heads, each rank its own.
+/// Turns whole heads, each rank its own, or those at its positions.
 pub(super) fn rope(site: &Site<'_>, rope: &Rope) -> NodePlacement {
     let Some(shard) = site.shard(0) else {
         return site.whole();
     };
+    if shard.dim == SEQUENCE {
+        let positions = Shard {
+            dim: 0,
+            parts: shard.parts.clone(),
+        };
+        return NodePlacement::new(
+            [Need::Cut(shard.clone()), Need::Cut(positions)],
+            site.node.op.clone(),
+            [Placement::Shard(shard.clone())],
+        );
+    }
     let whole_heads = shard
         .parts
         .iter()

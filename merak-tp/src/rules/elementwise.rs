@@ -26,20 +26,47 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
         return site.whole();
     };
     let is_slice = shard.parts.len() == 1 && !site.pads(0);
-    if !is_slice || dropout.slice.is_some() {
+    let spec = match site.options.axis {
+        Axis::Sequence => of_sequence(site, shard, dropout),
+        axis => dropout.slice.is_none().then_some(DropoutSpec {
+            slice: Some(AxisSlice {
+                axis,
+                dim: shard.dim,
+                full: shard.parts[0],
+            }),
+            ..*dropout
+        }),
+    };
+    let Some(spec) = spec.filter(|_| is_slice) else {
         return site.whole();
-    }
-    let slice = Some(AxisSlice {
-        axis: Axis::Tensor,
-        dim: shard.dim,
-        full: shard.parts[0],
-    });
-    let op = Op::Dropout(DropoutSpec { slice, ..*dropout });
+    };
+    let op = Op::Dropout(spec);
     NodePlacement::new(
         [Need::Cut(shard.clone())],
         op,
         [Placement::Shard(shard.clone())],
     )
+}
+
+/// The mask of a slice over the sequence axis, which each tensor rank may have a slice of along the
+/// same dimension.
+fn of_sequence(site: &Site<'_>, shard: &Shard, dropout: &DropoutSpec) -> Option<DropoutSpec> {
+    let (dim, full) = dropout.cut_dim().unwrap_or((shard.dim, shard.parts[0]));
+    let nested = dropout.slice.map(|slice| AxisSlice {
+        full: full / site.degree,
+        ..slice
+    });
+    let slice = Some(AxisSlice {
+        axis: Axis::Sequence,
+        dim,
+        full,
+    });
+    let is_free = dim == shard.dim && dropout.nested.is_none();
+    is_free.then_some(DropoutSpec {
+        slice,
+        nested,
+        ..*dropout
+    })
 }
 
 /// Cuts both operands alike; the second may lack leading dimensions.

@@ -8,7 +8,7 @@ use merak_trace::{Placement, Shard};
 pub(super) fn lookup(site: &Site<'_>) -> Result<NodePlacement> {
     let (shard, cuts_sequence) = match site.shard(0) {
         Some(shard) => (shard.clone(), false),
-        None => match site.cut_ids()? {
+        None => match site.first_cut()? {
             Some(shard) => (shard, true),
             None => return Ok(site.whole()),
         },

@@ -4,7 +4,7 @@
 use super::{Need, NodePlacement, Site, sequence};
 use crate::{Result, rewriter::Rewriter};
 use merak_trace::{
-    Axis, Op, Placement, Shard, ValueId,
+    Op, Placement, Shard, ValueId,
     op::{AxisSlice, Reduction},
 };
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(super) fn embedding(site: &Site<'_>, padding: Option<usize>) -> Result<NodeP
         return sequence::lookup(site);
     }
     let slice = Some(AxisSlice {
-        axis: Axis::Tensor,
+        axis: site.options.axis,
         dim: 0,
         full: rows,
     });
@@ -46,7 +46,7 @@ pub(super) fn cross_entropy(site: &Site<'_>, label_smoothing: f64) -> NodePlacem
         return site.whole();
     };
     let slice = AxisSlice {
-        axis: Axis::Tensor,
+        axis: site.options.axis,
         dim: last,
         full,
     };
@@ -59,6 +59,31 @@ pub(super) fn cross_entropy(site: &Site<'_>, label_smoothing: f64) -> NodePlacem
         op,
         [Placement::Replicate, Placement::Replicate],
     )
+}
+
+/// The same numbers of each row of the own slice of the sequence, where the classes are split over
+/// the tensor axis; the loss is summed over the slices.
+pub(super) fn of_slice(site: &Site<'_>) -> NodePlacement {
+    let last = site.types[0].ndim() - 1;
+    let Some(shard) = site.shard(0).filter(|shard| shard.dim < last) else {
+        return site.whole();
+    };
+    // Numbers per row lie in the order of the slice's rows.
+    let of_rows = |rows: usize| Shard {
+        dim: 0,
+        parts: vec![rows],
+    };
+    let rows = of_rows(site.types[0].numel() / site.types[0].last_dim());
+    let mut needs = vec![Need::Cut(rows.clone()); site.types.len()];
+    needs
+        .iter_mut()
+        .take(2)
+        .for_each(|need| *need = Need::Cut(shard.clone()));
+    let results = match site.node.op {
+        Op::VocabLoss { .. } => vec![Placement::Partial, Placement::Shard(rows)],
+        _ => vec![Placement::Shard(rows)],
+    };
+    NodePlacement::new(needs, site.node.op.clone(), results)
 }
 
 impl Rewriter<'_> {

@@ -1,4 +1,4 @@
-//! Splitting models over the tensor axis.
+//! Splitting models over the tensor and the sequence axis.
 
 mod chains; // random chains of layers against one rank
 mod differential; // GPT-2, GPT and Llama against one rank
@@ -10,4 +10,5 @@ mod sequence; // slices of the sequence between regions
 mod slices; // slices by name, convolutions, chosen layers
 mod support; // rewriting in one line, graphs as short text
 mod traffic; // the collectives of a layer against closed forms
+mod ulysses; // the sequence axis against one rank
 mod vocab; // a split vocabulary against whole logits

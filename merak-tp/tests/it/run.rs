@@ -1,6 +1,6 @@
 //! Runs a graph forward and backward, on one rank or as slices on several.
 
-use merak_mpu::{Group, ReduceOp, into_vec, testing::world};
+use merak_mpu::{Degrees, Mpu, Rank, ReduceOp, Topology, into_vec, testing::world};
 use merak_trace::{
     Axis, AxisGroups, Batch, Coord, DType, GradSlot, GradStore, Graph, Init, Interpreter, Param,
     RecomputePlan, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram, TensorType,
@@ -18,15 +18,34 @@ pub(crate) struct Step {
 
 /// Runs a graph that nothing is split in.
 pub(crate) fn on_one_rank(graph: &Graph) -> Step {
-    step(graph, 0, &(Arc::new(SingleRank) as _))
+    step(graph, Coord::default(), &(Arc::new(SingleRank) as _))
 }
 
-/// Runs a split graph on `degree` ranks.
+/// Runs a graph that is split over the tensor axis on `degree` ranks.
 pub(crate) fn on_ranks(graph: &Graph, degree: usize) -> Vec<Step> {
-    world(degree, |member| {
-        let group = member.world_group().expect("every rank is in the world");
-        step(graph, group.rank(), &(Arc::new(TensorGroup(group)) as _))
+    on_mesh(graph, tensor(degree))
+}
+
+/// So many ranks of the tensor axis.
+fn tensor(degree: usize) -> Degrees {
+    Degrees {
+        tp: degree,
+        ..Degrees::default()
+    }
+}
+
+/// Runs a split graph on the ranks of a mesh.
+pub(crate) fn on_mesh(graph: &Graph, degrees: Degrees) -> Vec<Step> {
+    world(degrees.world_size(), |member| {
+        let mpu = Mpu::new(member, degrees).expect("the degrees fill the world");
+        step(graph, mpu.coord(), &(Arc::new(mpu) as _))
     })
+}
+
+/// Asserts that all ranks of the tensor axis compute the same as one rank on the whole graph.
+#[track_caller]
+pub(crate) fn assert_same(whole: &Graph, split: &Graph, degree: usize) {
+    assert_same_on(whole, split, tensor(degree));
 }
 
 /// Asserts that all ranks of a split graph compute the same as one rank on the whole graph.
@@ -34,12 +53,14 @@ pub(crate) fn on_ranks(graph: &Graph, degree: usize) -> Vec<Step> {
 /// In f64 sums in another order differ by some 1e-15 of the largest summand. A gradient that
 /// cancels out is held against the norm of all gradients.
 #[track_caller]
-pub(crate) fn assert_same(whole: &Graph, split: &Graph, degree: usize) {
+pub(crate) fn assert_same_on(whole: &Graph, split: &Graph, degrees: Degrees) {
+    let topology = Topology::new(degrees).expect("no degree is 0");
     let expected = on_one_rank(whole);
     let norm = |grad: &[f64]| grad.iter().map(|x| x * x).sum::<f64>().sqrt();
     let all: Vec<_> = expected.grads.values().flatten().copied().collect();
     let floor = 1e-4 * norm(&all);
-    for (rank, step) in on_ranks(split, degree).iter().enumerate() {
+    for (rank, step) in on_mesh(split, degrees).iter().enumerate() {
+        let place = topology.coord_of(Rank(rank)).expect("it is a rank");
         let off = (step.loss - expected.loss).abs() / expected.loss.abs();
         assert!(
             off < 1e-10,
@@ -48,7 +69,7 @@ pub(crate) fn assert_same(whole: &Graph, split: &Graph, degree: usize) {
             expected.loss
         );
         for param in split.params() {
-            let wanted = slice(param, &expected.grads[&param.name], rank);
+            let wanted = slice(param, &expected.grads[&param.name], place);
             let found = &step.grads[&param.name];
             let difference: Vec<_> = found.iter().zip(&wanted).map(|(a, b)| a - b).collect();
             let off = norm(&difference) / norm(&wanted).max(floor);
@@ -61,17 +82,7 @@ pub(crate) fn assert_same(whole: &Graph, split: &Graph, degree: usize) {
     }
 }
 
-/// The ranks of a world as the tensor axis.
-#[derive(Debug)]
-struct TensorGroup(Group);
-
-impl AxisGroups for TensorGroup {
-    fn along(&self, axis: Axis) -> Option<Group> {
-        (axis == Axis::Tensor).then(|| self.0.clone())
-    }
-}
-
-fn step(graph: &Graph, rank: usize, groups: &Arc<dyn AxisGroups>) -> Step {
+fn step(graph: &Graph, place: Coord, groups: &Arc<dyn AxisGroups>) -> Step {
     let backend: SharedBackend = Arc::new(Candle::new(1).expect("threads start"));
     let program = StageProgram::training(
         graph,
@@ -89,7 +100,7 @@ fn step(graph: &Graph, rank: usize, groups: &Arc<dyn AxisGroups>) -> Step {
         .params()
         .iter()
         .map(|param| {
-            let data = slice(param, &start(param), rank);
+            let data = slice(param, &start(param), place);
             backend
                 .from_bytes(&param.local, &bytes_of(&data))
                 .expect("as many as the type needs")
@@ -110,7 +121,7 @@ fn step(graph: &Graph, rank: usize, groups: &Arc<dyn AxisGroups>) -> Step {
         step: 3,
         sample_base: 4,
         training: true,
-        place: Coord::default().with(Axis::Tensor, rank),
+        place,
     };
     let mut forwarded = runner
         .forward(&params, &batch(&backend, graph), Vec::new(), context)
@@ -135,15 +146,19 @@ fn step(graph: &Graph, rank: usize, groups: &Arc<dyn AxisGroups>) -> Step {
     Step { loss, grads }
 }
 
-/// What an optimizer does before a step: sums gradients of which each rank has a summand.
+/// What an optimizer does before a step: sums gradients of which each rank has a summand, those of
+/// all parameters over the sequence axis.
 fn sum_over_ranks(graph: &Graph, groups: &dyn AxisGroups, grads: &mut BTreeMap<String, Vec<f64>>) {
-    let Some(group) = groups.along(Axis::Tensor) else {
-        return;
-    };
-    for param in graph.params().iter().filter(|param| param.summed) {
-        if let Some(grad) = grads.get_mut(&param.name) {
-            let sum = group.all_reduce_vec(std::mem::take(grad), ReduceOp::Sum);
-            *grad = sum.expect("all ranks sum");
+    for axis in [Axis::Sequence, Axis::Tensor] {
+        let Some(group) = groups.along(axis) else {
+            continue;
+        };
+        let is_summed = |param: &&Param| param.summed || axis == Axis::Sequence;
+        for param in graph.params().iter().filter(is_summed) {
+            if let Some(grad) = grads.get_mut(&param.name) {
+                let sum = group.all_reduce_vec(std::mem::take(grad), ReduceOp::Sum);
+                *grad = sum.expect("all ranks sum");
+            }
         }
     }
 }
@@ -165,9 +180,8 @@ fn start(param: &Param) -> Vec<f64> {
 }
 
 /// A rank's slice of a whole parameter, or of its gradient.
-fn slice(param: &Param, whole: &[f64], rank: usize) -> Vec<f64> {
+fn slice(param: &Param, whole: &[f64], place: Coord) -> Vec<f64> {
     let mut local = vec![0.0; param.local.numel()];
-    let place = Coord::default().with(Axis::Tensor, rank);
     for part in param.placements.local_boxes(&param.full, place) {
         let from = part.full_ranges(&param.full.shape).flatten();
         let to = part.local_ranges(&param.local.shape).flatten();
@@ -187,6 +201,8 @@ fn batch(backend: &SharedBackend, graph: &Graph) -> Batch {
                 .map(|(i, x)| match i % 5 {
                     // Some labels do not count.
                     3 if name == "labels" => -100,
+                    // Some keys are hidden.
+                    residue if name == "attention_mask" => i64::from(residue != 2),
                     _ => ((x + 1.0) * 50.0) as i64,
                 })
                 .flat_map(i64::to_ne_bytes)

@@ -194,9 +194,9 @@ fn a_parameter_with_both_kinds_of_uses_sums_at_each_use() {
     assert_same(&whole, &split.graph, 2);
 }
 
-#[test]
-fn the_sequence_may_come_first() {
-    let whole = fx::trace(DType::F64, |module| {
+/// An attention whose hidden states have the sequence before the batch.
+pub(crate) fn sequence_first() -> Graph {
+    let model = fx::trace(DType::F64, |module| {
         let ids = module.input("ids", TensorType::new([4, 2], DType::I64));
         let (x, _) = module
             .sub("wte")
@@ -218,9 +218,9 @@ fn the_sequence_may_come_first() {
         };
         let [q, k, v] = ["col.q", "col.k", "col.v"].map(|name| by_sample(&linear(name, &x)?));
         let spec = Attention {
-            heads: 2,
-            kv_heads: 2,
-            head_dim: 4,
+            heads: 4,
+            kv_heads: 4,
+            head_dim: 2,
             scale: 0.5,
             causal: true,
             window: None,
@@ -235,7 +235,12 @@ fn the_sequence_may_come_first() {
         );
         Ok(())
     });
-    let whole = whole.expect("the operands fit");
+    model.expect("the operands fit")
+}
+
+#[test]
+fn the_sequence_may_come_first() {
+    let whole = sequence_first();
     let first = Options::new(2).with_sequence(Sequence::Cut { dim: 0 });
     let split = rewrite_with(&whole, &first.with_lists(lists())).expect("it can be split");
     assert!(shapes(&split.graph).contains(&"reduce_scatter [2, 2, 8]".to_owned()));

@@ -108,6 +108,28 @@ pub struct DropoutSpec {
     pub key: u64,
     /// Set when the value is a slice of a logical tensor.
     pub slice: Option<AxisSlice>,
+    /// Set when that slice is cut once more along the same dimension, over another axis; its size
+    /// is that of the slice.
+    #[serde(default)]
+    pub nested: Option<AxisSlice>,
+}
+
+impl DropoutSpec {
+    /// The dimension that is cut and its size in the logical tensor, if one is.
+    pub fn cut_dim(&self) -> Option<(usize, usize)> {
+        self.slice.map(|slice| (slice.dim, slice.full))
+    }
+
+    /// The first index of the cut dimension that the rank at `place` holds, of which each rank has
+    /// `local`.
+    pub fn first_index(&self, place: Coord, local: usize) -> usize {
+        let first = |slice: AxisSlice, size| place.get(slice.axis) * size;
+        match (self.slice, self.nested) {
+            (None, _) => 0,
+            (Some(slice), None) => first(slice, local),
+            (Some(slice), Some(nested)) => first(slice, nested.full) + first(nested, local),
+        }
+    }
 }
 
 /// Scaled dot-product attention over packed heads.

@@ -380,6 +380,7 @@ fn odd_sizes_agree_for_rows() {
             p: 0.3,
             key: 7,
             slice: None,
+            nested: None,
         };
         check(
             "dropout",
@@ -414,6 +415,7 @@ fn odd_sizes_agree_for_attention_and_lookups() {
             p,
             key: 3,
             slice: None,
+            nested: None,
         });
         let spec = Attention {
             heads: 2,

@@ -172,6 +172,7 @@ impl Cases {
             p: 0.3,
             key: 7,
             slice: None,
+            nested: None,
         };
         for op in [
             Op::Activation(Activation::Silu),

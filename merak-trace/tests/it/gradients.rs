@@ -227,6 +227,7 @@ fn elementwise_functions() {
             p: 0.3,
             key: 99,
             slice: None,
+            nested: None,
         })),
     );
     check("add", &[t(&[2, 3, 4]), t(&[3, 4])], &[], apply(Op::Add));
@@ -339,6 +340,7 @@ fn attention() {
             p: dropout,
             key: 5,
             slice: None,
+            nested: None,
         });
         let spec = Attention {
             heads,

@@ -92,6 +92,7 @@ impl Case {
                 p: if self.op == "dropout" { 1.0 } else { 0.5 },
                 key: 3,
                 slice: None,
+                nested: None,
             }),
             "rope" => Op::Rope(Rope {
                 head_dim: 4,

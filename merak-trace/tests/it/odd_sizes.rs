@@ -41,6 +41,7 @@ fn rows_of_any_width() {
                 p,
                 key: 99,
                 slice: None,
+                nested: None,
             };
             check(&named("dropout"), one, &[], apply(Op::Dropout(dropout)));
         }
@@ -295,6 +296,7 @@ fn attentions_with_dropout_of_any_shape() {
                 p,
                 key: 5,
                 slice: None,
+                nested: None,
             }),
         };
         let operands = [t(&[1, len, 3]), t(&[1, len, 1]), t(&[1, len, 1])];

@@ -41,6 +41,9 @@ pub(crate) struct Gpt {
     /// Pipeline stages.
     #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     pp: usize,
+    /// Ranks that share each sequence.
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
+    sp: usize,
     /// ZeRO stage.
     #[arg(long, default_value_t = 0)]
     zero: usize,
@@ -280,6 +283,7 @@ impl Gpt {
             ("--dp", "dp", self.dp.to_string()),
             ("--tp", "tp", self.tp.to_string()),
             ("--pp", "pp", self.pp.to_string()),
+            ("--sp", "sp", self.sp.to_string()),
             ("--zero", "zero_stage", self.zero.to_string()),
             ("--schedule", "train_schedule", self.schedule().to_owned()),
             (
@@ -324,7 +328,12 @@ impl Gpt {
     }
 
     fn mode(&self) -> String {
-        let degrees = [("dp", self.dp), ("tp", self.tp), ("pp", self.pp)];
+        let degrees = [
+            ("dp", self.dp),
+            ("tp", self.tp),
+            ("pp", self.pp),
+            ("sp", self.sp),
+        ];
         let parts: Vec<_> = degrees
             .iter()
             .filter(|(_, degree)| *degree > 1)

@@ -444,11 +444,16 @@ impl Prepared {
         );
         let _ = writeln!(
             text,
-            "ranks     {} = dp {} x tp {} x pp {}, {} compute threads each",
+            "ranks     {} = dp {} x tp {} x pp {}{}, {} compute threads each",
             args.world_size(),
             args.dp,
             args.tp,
             args.pp,
+            if args.sp > 1 {
+                format!(" x sp {}", args.sp)
+            } else {
+                String::new()
+            },
             threads_per_rank(args)
         );
         let _ = writeln!(

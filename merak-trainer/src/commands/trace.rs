@@ -11,7 +11,7 @@ use merak_ckpt::{cli::at_least_one, words::brief};
 use merak_tp::Traffic;
 use merak_trace::{Axis, StageCuts, StageProgram, render};
 use merak_trainer::{Config, Given, Origin, Plan, PlanInputs};
-use std::{path::PathBuf, process::ExitCode};
+use std::{fmt::Write as _, path::PathBuf, process::ExitCode};
 
 /// Prints the graph of a model, as one rank runs it.
 #[derive(Debug, ClapArgs)]
@@ -28,6 +28,9 @@ pub(crate) struct Args {
     /// Tensor-parallel ranks.
     #[arg(long, value_parser = at_least_one)]
     tp: Option<usize>,
+    /// Ranks that share each sequence.
+    #[arg(long, value_parser = at_least_one)]
+    sp: Option<usize>,
     /// Pipeline stages.
     #[arg(long, value_parser = at_least_one)]
     pp: Option<usize>,
@@ -104,7 +107,7 @@ impl Args {
                     format!("--stage expects a number, found \"{}\"", brief(&stage))
                 })?);
         }
-        for (key, value) in [("tp", self.tp), ("pp", self.pp)] {
+        for (key, value) in [("tp", self.tp), ("sp", self.sp), ("pp", self.pp)] {
             if let Some(value) = value {
                 let given = Given::by(format!("--{key}"), key, value.to_string());
                 self.keys.give(given);
@@ -134,18 +137,25 @@ impl Args {
     }
 }
 
-/// What a microbatch communicates between tensor-parallel ranks, as comments; nothing with one.
+/// What a microbatch communicates between the ranks of an axis, as comments; nothing along one of
+/// degree 1.
 fn traffic(plan: &Plan, stage: Option<usize>) -> Result<String, Failure> {
-    if plan.draft.degrees.tp == 1 {
-        return Ok(String::new());
-    }
     let stages = stage.map_or(0..plan.cuts.num_stages(), |stage| stage..stage + 1);
     let programs = stages.map(|stage| plan.training_program(stage));
     let programs = programs.collect::<Result<Vec<_>, _>>()?;
-    let table = Traffic::of(&programs, Axis::Tensor).to_string();
-    let lines = table.lines().map(|line| format!("# {line}\n"));
-    let title = "# communication of a microbatch between tensor-parallel ranks\n".to_owned();
-    Ok(std::iter::once(title).chain(lines).collect())
+    let mut text = String::new();
+    for axis in [Axis::Tensor, Axis::Sequence] {
+        if plan.draft.degrees.get(axis) > 1 {
+            let _ = writeln!(
+                text,
+                "# communication of a microbatch between {axis}-parallel ranks"
+            );
+            for line in Traffic::of(&programs, axis).to_string().lines() {
+                let _ = writeln!(text, "# {line}");
+            }
+        }
+    }
+    Ok(text)
 }
 
 fn check_stage(stage: usize, cuts: &StageCuts, pp: usize) -> Result<(), String> {

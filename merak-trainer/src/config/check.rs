@@ -92,20 +92,21 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         factors.try_fold(1_usize, |product, factor| product.checked_mul(*factor))
     };
     // When a product is too large, its largest factor is to blame.
-    let largest = |factors: [(&'static str, usize); 3]| {
-        let larger = |a: (_, usize), b: (_, usize)| if b.1 > a.1 { b } else { a };
-        let [first, second, third] = factors;
-        larger(larger(first, second), third)
+    let largest = |factors: &[(&'static str, usize)]| {
+        let larger = |a: (_, usize), b: &(_, usize)| if b.1 > a.1 { *b } else { a };
+        factors.iter().fold(factors[0], larger)
     };
-    let degrees = [("dp", a.dp), ("tp", a.tp), ("pp", a.pp)];
+    let degrees = [("dp", a.dp), ("tp", a.tp), ("pp", a.pp), ("sp", a.sp)];
     let ranks = product(&degrees.map(|(_, degree)| degree));
-    let (key, degree) = largest(degrees);
+    let (key, degree) = largest(&degrees);
     let most = u32::MAX;
     checker.require(
         ranks.is_some_and(|ranks| u32::try_from(ranks).is_ok()),
         key,
         degree,
-        format_args!("so small that \"dp\" x \"tp\" x \"pp\", the ranks, is at most {most}"),
+        format_args!(
+            "so small that \"dp\" x \"tp\" x \"pp\" x \"sp\", the ranks, is at most {most}"
+        ),
     )?;
     for (key, batch) in [
         ("per_device_train_batch_size", a.per_device_train_batch_size),
@@ -113,7 +114,7 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     ] {
         let steps = ("gradient_accumulation_steps", a.gradient_accumulation_steps);
         let factors = [(key, batch), steps, ("dp", a.dp)];
-        let (key, found) = largest(factors);
+        let (key, found) = largest(&factors);
         checker.require(
             product(&factors.map(|(_, factor)| factor)).is_some(),
             key,
@@ -141,22 +142,25 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 
 /// The ranks that share a sequence divide its length.
 fn check_sequence(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
-    let lengths = a.seq_length.filter(|_| a.sequence_parallel);
+    let of_tensor = if a.sequence_parallel { a.tp } else { 1 };
+    let ranks = of_tensor * a.sp;
+    let lengths = a.seq_length;
     let lengths = lengths.map(|lengths| [Some(lengths.input), lengths.target]);
     let mut lengths = lengths.into_iter().flatten().flatten();
-    match lengths.find(|length| !length.is_multiple_of(a.tp)) {
-        Some(length) => checker.require(
-            false,
-            "seq_length",
-            length,
-            format_args!(
-                "a multiple of \"tp\", which is {}, while \"sequence_parallel\" is true, such as {}",
-                a.tp,
-                length.next_multiple_of(a.tp),
-            ),
+    let Some(length) = lengths.find(|length| !length.is_multiple_of(ranks)) else {
+        return Ok(());
+    };
+    let such = length.next_multiple_of(ranks);
+    let what = match (of_tensor, a.sp) {
+        (tp, 1) => format!("\"tp\", which is {tp}, while \"sequence_parallel\" is true"),
+        (1, sp) => format!("\"sp\", which is {sp}"),
+        (tp, sp) => format!(
+            "\"tp\" x \"sp\", which is {}, while \"sequence_parallel\" is true",
+            tp * sp
         ),
-        None => Ok(()),
-    }
+    };
+    let expected = format_args!("a multiple of {what}, such as {such}");
+    checker.require(false, "seq_length", length, expected)
 }
 
 fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {

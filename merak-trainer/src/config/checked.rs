@@ -118,8 +118,13 @@ impl CheckedArguments {
             dp: self.dp,
             tp: self.tp,
             pp: self.pp,
-            ..Degrees::default()
+            sp: self.sp,
         }
+    }
+
+    /// Ranks that hold the same parameters: replicas, and within each those that share a sequence.
+    pub fn replicas(&self) -> usize {
+        self.dp * self.sp
     }
 
     /// Ranks that the degrees ask for: their product.
@@ -259,9 +264,9 @@ impl CheckedArguments {
         self.offload_optimizer.filter(changes)
     }
 
-    /// Whether a rank waits for its replicas within a pass.
+    /// Whether a rank waits within a pass for others that hold the same parameters.
     pub(crate) fn waits_for_replicas(&self) -> bool {
-        self.zero_config(1).waits_in_passes(self.dp)
+        self.zero_config(1).waits_in_passes(self.replicas())
     }
 
     /// How gradients are reduced and weights updated, with `threads` compute threads on each rank.

@@ -78,6 +78,10 @@ settings! {
         /// Dimension of hidden states that holds the sequence: 1 for those of all families, 0 for
         /// models of your own that put the sequence first.
         sequence_dim: usize [at_least 0, at_most 1] = 1,
+        /// Ranks that share each sequence: all work is cut along it, and within attention each rank
+        /// has its heads of all positions (Ulysses). They must divide the length and the heads of a
+        /// tensor-parallel rank; fewer key and value heads are repeated.
+        sp: usize [at_least 1] = 1,
         /// Ranks of the pipeline.
         pp: usize [at_least 1] = 1,
         /// Order of the microbatches' forwards and backwards on each rank.

@@ -61,7 +61,7 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
     });
     let processor = processor.unwrap_or_default();
     format!(
-        "merak {} {build} {}, {} on {}, {} x {processor}, {} of {} ranks at once on {threads} threads each, dp {}, tp {}, {}{}",
+        "merak {} {build} {}, {} on {}, {} x {processor}, {} of {} ranks at once on {threads} threads each, dp {}, tp {}{}, {}{}",
         env!("CARGO_PKG_VERSION"),
         program.unwrap_or_default(),
         compute.backend,
@@ -71,6 +71,11 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
         args.world_size(),
         args.dp,
         args.tp,
+        if args.sp > 1 {
+            format!(", sp {}", args.sp)
+        } else {
+            String::new()
+        },
         args.optim,
         // The types of values show neither weights that are kept in narrower elements nor rounded
         // factors of products.
@@ -97,7 +102,7 @@ pub(super) fn profile(
     let degrees = Degrees {
         dp: 1,
         tp: args.tp,
-        pp: (args.world_size() / args.tp).max(1),
+        pp: (args.world_size() / (args.tp * args.sp)).max(1),
         ..args.degrees()
     };
     let world = degrees.world_size();
@@ -121,7 +126,7 @@ pub(super) fn profile(
     // All ranks updated at once, without turns.
     let at_once = ranks_at_once(args);
     profile.per_param *= at_once.min(world) as f64 / world as f64;
-    profile.network = Network::measure(args.tp.max(args.dp), at_once)?;
+    profile.network = Network::measure(args.tp.max(args.replicas()), at_once)?;
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     profile.measured_at = since.map_or(0, |since| since.as_secs());
     Ok(profile)
@@ -219,7 +224,8 @@ impl<'a> Rank<'a> {
             .enumerate()
             .map(|(index, param)| groups.spec(param, index));
         let groups = ZeroGroups {
-            data_sequence: mpu.data_sequence_parallel_group().clone(),
+            // Each rank is a replica of its own, of one member.
+            data_sequence: mpu.data_parallel_group().clone(),
             model: mpu.model_parallel_group().clone(),
         };
         let optimizer =
@@ -313,7 +319,7 @@ impl<'a> Rank<'a> {
         let mut time = Duration::ZERO;
         let mut microbatches = Vec::new();
         for _ in 0..UNDER_WAY {
-            let _turn = self.mpu.tensor_parallel_group().turn()?;
+            let _turn = self.mpu.sequence_tensor_parallel_group().turn()?;
             let mut frames = Vec::new();
             for (stage, given) in stages.iter().zip(given) {
                 let (inputs, received) = (self.inputs(stage)?, self.fresh(given)?);
@@ -328,7 +334,7 @@ impl<'a> Rank<'a> {
             microbatches.push(frames);
         }
         for frames in microbatches {
-            let _turn = self.mpu.tensor_parallel_group().turn()?;
+            let _turn = self.mpu.sequence_tensor_parallel_group().turn()?;
             for (stage, mut frame) in frames.into_iter().rev() {
                 let hops = stage.interpreter.program().send.iter();
                 let back: Vec<Bytes> = hops
@@ -477,7 +483,7 @@ pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -
     let live = live.map(|(_, program)| program.live_bytes_without_reuse().input_half as u64);
     let ranks = args.world_size() as u64;
     let nodes = ranks.saturating_mul(params.saturating_add(4 * live.sum::<u64>()));
-    nodes.max(Network::needed_bytes(args.tp.max(args.dp)))
+    nodes.max(Network::needed_bytes(args.tp.max(args.replicas())))
 }
 
 #[cfg(test)]

@@ -245,7 +245,7 @@ impl Profile {
     pub(super) fn update(&self, args: &CheckedArguments, trained: usize, tied: usize) -> f64 {
         let bytes = size_of::<f32>();
         // A rank updates the elements whose state it keeps.
-        let owned = trained.div_ceil(param_bytes(args, args.dp).state.ranks);
+        let owned = trained.div_ceil(param_bytes(args, args.replicas()).state.ranks);
         let sum = |count: usize| {
             if count == 0 {
                 0.0
@@ -253,7 +253,11 @@ impl Profile {
                 self.network.all_reduce.seconds(count * bytes)
             }
         };
-        let reduced = if args.dp > 1 { sum(trained) } else { 0.0 };
+        let reduced = if args.replicas() > 1 {
+            sum(trained)
+        } else {
+            0.0
+        };
         self.per_param * owned as f64 + reduced + sum(tied)
     }
 }

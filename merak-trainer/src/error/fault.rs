@@ -1,5 +1,7 @@
 //! Whether the user or the run is at fault, and which keys may be.
 
+use merak_mpu::Axis;
+
 use super::{ConfigError, DataError, Error, FolderError, PlanError, ResumeError};
 
 impl Error {
@@ -224,10 +226,14 @@ fn of_tensor_parallel(error: &merak_tp::Error) -> Vec<&'static str> {
                 "tp_layer_lists.conv_para_list",
             ]
         }
-        E::Sequence { .. } => vec!["seq_length", "sequence_parallel", "tp"],
+        E::Sequence {
+            axis: Axis::Tensor, ..
+        } => vec!["seq_length", "sequence_parallel", "tp"],
+        E::Sequence { axis, .. } => vec!["seq_length", axis.degree_name()],
+        E::NestedSequence { .. } => vec!["seq_length", "tp", "sp"],
+        E::WholeSequence { .. } => vec!["sp"],
+        E::Heads { axis, .. } | E::KvHeads { axis, .. } => vec![axis.degree_name()],
         E::Indivisible { .. }
-        | E::Heads { .. }
-        | E::KvHeads { .. }
         | E::NothingMatched { .. }
         | E::NothingToSplit { .. }
         | E::NoLists { .. } => vec!["tp"],

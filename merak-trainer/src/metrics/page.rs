@@ -65,10 +65,15 @@ impl Page {
         let degrees = self.plan.draft.degrees;
         let _ = writeln!(
             html,
-            "<p>dp {} × tp {} × pp {}, schedule {}, {} of {} steps recorded. Written by merak {}.</p>",
+            "<p>dp {} × tp {} × pp {}{}, schedule {}, {} of {} steps recorded. Written by merak {}.</p>",
             degrees.dp,
             degrees.tp,
             degrees.pp,
+            if degrees.sp > 1 {
+                format!(" × sp {}", degrees.sp)
+            } else {
+                String::new()
+            },
             escape(&self.plan.schedule.name),
             last(records, "step").unwrap_or(0.0),
             self.total_steps,

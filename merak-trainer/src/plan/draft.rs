@@ -52,7 +52,7 @@ impl PlanInputs {
     }
 }
 
-/// A model that was traced, adapted and rewritten for the tensor axis.
+/// A model that was traced, adapted and rewritten for the tensor and the sequence axis.
 #[derive(Debug, Clone)]
 pub struct Draft {
     /// The model.
@@ -71,14 +71,17 @@ pub struct Draft {
     pub lora: Option<Lora>,
     /// What a microbatch's loss is divided by.
     pub loss_count: LossCount,
+    /// How it is split over the tensor axis.
     pub(super) split: Options,
+    /// How what is left of it is cut over the sequence axis.
+    pub(super) sequence: Options,
     /// The element type in which weights are kept, where nodes compute in another: under an adapter
     /// the frozen ones.
     pub(super) kept: Option<DType>,
     pub(super) trace: TraceOptions,
 }
 
-/// The graph of a rank of the tensor axis, in segments.
+/// The graph of a rank, in segments.
 #[derive(Debug)]
 pub(crate) struct SegmentedGraph {
     pub(crate) graph: Graph,
@@ -102,11 +105,7 @@ impl Draft {
         let info = model.info();
         check(&info, args)?;
         let lengths = args.seq_length.unwrap_or_else(|| info.max_seq.into());
-        // Values of the default backend are f32; weights may be kept in another type.
-        let (dtype, kept) = match (args.narrow(), args.compute.backend) {
-            (Some(narrow), BackendChoice::Tch) => (narrow, None),
-            (kept, _) => (DType::F32, kept),
-        };
+        let (dtype, kept) = types(args);
         let trace = TraceOptions {
             head: Head::Loss {
                 label_smoothing: args.label_smoothing_factor,
@@ -127,6 +126,8 @@ impl Draft {
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
         let mut rewritten = rewrite_with(&graph, &split)?;
         rewritten.report.choices = choices;
+        let sequence = Options::ulysses(args.sp, along_sequence(args));
+        let graph = rewrite_with(&rewritten.graph, &sequence)?.graph;
         let options = SegmentOptions {
             method: args.split_method,
             target_segments: args.shard_count,
@@ -135,8 +136,8 @@ impl Draft {
             ..SegmentOptions::for_model(&info, args.num_stages())
         };
         let segmented = SegmentedGraph {
-            segments: segment(&rewritten.graph, &options)?,
-            graph: rewritten.graph,
+            segments: segment(&graph, &options)?,
+            graph,
         };
         let loss = inputs.loss.as_ref();
         let draft = Self {
@@ -149,10 +150,20 @@ impl Draft {
             lora,
             loss_count: loss.map(|loss| loss.count).unwrap_or_default(),
             split,
+            sequence,
             kept,
             trace,
         };
         Ok((draft, segmented))
+    }
+}
+
+/// The type of values, and that in which weights are kept, where it differs: values of the default
+/// backend are `f32`.
+fn types(args: &CheckedArguments) -> (DType, Option<DType>) {
+    match (args.narrow(), args.compute.backend) {
+        (Some(narrow), BackendChoice::Tch) => (narrow, None),
+        (kept, _) => (DType::F32, kept),
     }
 }
 
@@ -174,7 +185,7 @@ fn check(info: &ModelInfo, args: &CheckedArguments) -> Result<()> {
     }
     // This program traces the known ones, and so knows the order of their dimensions.
     let is_known = models::family(info.family).is_some();
-    if args.sequence_parallel && args.sequence_dim == 0 && is_known {
+    if (args.sequence_parallel || args.sp > 1) && args.sequence_dim == 0 && is_known {
         return Err(Error::Plan(PlanError::SequenceDim {
             family: info.family,
         }));
@@ -273,9 +284,15 @@ fn chosen(
 
 /// How values between the split regions lie.
 fn sequence(args: &CheckedArguments) -> Sequence {
-    if !args.sequence_parallel {
-        return Sequence::Whole;
+    if args.sequence_parallel {
+        along_sequence(args)
+    } else {
+        Sequence::Whole
     }
+}
+
+/// The cut of hidden states along the sequence.
+fn along_sequence(args: &CheckedArguments) -> Sequence {
     Sequence::Cut {
         dim: args.sequence_dim,
     }

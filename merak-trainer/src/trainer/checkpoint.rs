@@ -269,7 +269,7 @@ impl MerakTrainer {
                 dp: args.dp,
                 tp: args.tp,
                 pp: args.pp,
-                sp: args.degrees().sp,
+                sp: args.sp,
                 zero_stage: u8::from(args.zero_stage).into(),
             },
             model: serde_json::json!({

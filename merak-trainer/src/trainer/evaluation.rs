@@ -207,7 +207,7 @@ impl MerakTrainer {
         for (microbatch, loss) in self.losses(&result)?.into_iter().enumerate() {
             sums.loss += loss;
             let is_first = !sums.has_infinite && !loss.is_finite();
-            if is_first && self.stages.mpu.tensor_parallel_rank() == 0 {
+            if is_first && self.stages.mpu.sequence_tensor_parallel_rank() == 0 {
                 sums.has_infinite = true;
                 let samples = taken(microbatch).indices;
                 tracing::warn!(?samples, loss, "the loss of these samples is not finite");
@@ -224,8 +224,8 @@ impl MerakTrainer {
         batches: &[Batch],
         sums: &mut Sums,
     ) -> Result<()> {
-        // Ranks of a tensor group have the same outputs: one of them sends.
-        let sends = self.stages.mpu.tensor_parallel_rank() == 0;
+        // Ranks that share samples have the same outputs: one of them sends.
+        let sends = self.stages.mpu.sequence_tensor_parallel_rank() == 0;
         for (outputs, batch) in result.outputs.values_mut().zip(batches) {
             let predicted = self.predicted(outputs.remove(1))?;
             let labels = batch
@@ -256,7 +256,7 @@ impl MerakTrainer {
             }
         ];
         if self.stages.has_last() {
-            let group = self.stages.mpu.data_sequence_parallel_group();
+            let group = self.stages.mpu.data_parallel_group();
             let loss = group.all_reduce_scalar(sums.loss, ReduceOp::Sum)?;
             let labels = group.all_reduce_scalar(sums.labels, ReduceOp::Sum)?;
             if labels == 0 {

@@ -135,7 +135,7 @@ impl MerakTrainer {
         let sources = has_encoder.then_some((options.first_prompt, prompts));
         let held = self.stages.hold_params()?;
         // Replicas make different numbers of passes, so no turn is that of several.
-        let turns = self.stages.mpu.tensor_parallel_group();
+        let turns = self.stages.mpu.sequence_tensor_parallel_group();
         let of_replica = link(&self.stages.mpu, &self.args, turns);
         let shared = std::mem::replace(&mut self.link, of_replica);
         let completions = Generation::new(self, sources, options.num_beams).run(search, on_token);

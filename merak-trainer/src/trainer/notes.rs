@@ -11,7 +11,7 @@ use merak_zero::ZeroConfig;
 /// Warns of what the arguments ask for without a use, on the first rank.
 pub(super) fn warn(args: &CheckedArguments) {
     let (zero_stage, pp) = (u8::from(args.zero_stage), args.pp);
-    if zero_stage >= 2 && pp > 1 && args.dp > 1 {
+    if zero_stage >= 2 && pp > 1 && args.replicas() > 1 {
         tracing::warn!(
             zero_stage,
             pp,
@@ -42,8 +42,8 @@ fn without_units(args: &CheckedArguments) -> String {
         has_masters: false,
         ..args.zero_config(1)
     };
-    let narrow = trained_bytes(kept_bytes(args, args.dp), 2, args.dp);
-    let wide = trained_bytes(kept_under(&config, args.dp), 4, args.dp);
+    let narrow = trained_bytes(kept_bytes(args, args.replicas()), 2, args.replicas());
+    let wide = trained_bytes(kept_under(&config, args.replicas()), 4, args.replicas());
     let saved = if narrow < wide {
         "saves memory and no time"
     } else {

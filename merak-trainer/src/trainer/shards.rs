@@ -133,7 +133,11 @@ impl MerakTrainer {
         let mut sources = vec![self.parameters_source(&layouts, is_saved)];
         // Undivided state is the same on all replicas; of divided state every replica writes its
         // own.
-        let kept = self.stages.optimizer.config().element_bytes(self.args.dp);
+        let kept = self
+            .stages
+            .optimizer
+            .config()
+            .element_bytes(self.args.replicas());
         let divided = kept.state.ranks > 1;
         if !self.args.no_save_optim && (divided || self.is_first_replica()) {
             sources.push(self.state_source(&layouts)?);

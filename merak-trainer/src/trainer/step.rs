@@ -231,21 +231,23 @@ impl MerakTrainer {
         loader.take(microbatches).collect()
     }
 
-    /// Labels of the global batch, and the gradient of each loss that makes the average over
-    /// replicas the mean over all labels, `N / labels`, times the loss scale. Zero on ranks without
-    /// labels, which need neither.
+    /// Labels of the global batch, and the gradient of each loss that makes the average over the `N`
+    /// ranks with the same parameters the mean over all labels, `N / labels`, times the loss scale.
+    /// Ranks that share a sequence read the same labels and have summands of its gradients. Zero on
+    /// ranks without labels, which need neither.
     fn loss_grad(&self, batches: &[Batch]) -> Result<(f64, f64)> {
         let mpu = &self.stages.mpu;
         if !self.stages.has_last() {
             return Ok((0.0, 0.0));
         }
-        let group = mpu.data_sequence_parallel_group();
+        let replicas = mpu.data_sequence_parallel_world_size();
         let own = count(batches, self.stages.plan.draft.loss_count);
-        let labels = group.all_reduce_scalar(own, ReduceOp::Sum)? as f64;
+        let labels = mpu.data_parallel_group();
+        let labels = labels.all_reduce_scalar(own, ReduceOp::Sum)? as f64;
         let grad = if labels == 0.0 {
             0.0
         } else {
-            self.stages.optimizer.loss_scale() * group.world_size() as f64 / labels
+            self.stages.optimizer.loss_scale() * replicas as f64 / labels
         };
         Ok((labels, grad))
     }
@@ -253,7 +255,7 @@ impl MerakTrainer {
     /// Warns where no sample of a step has a label, on one of the ranks that know.
     fn warn_of_no_labels(&self, step: usize, batches: &[Batch], labels: f64) {
         let mpu = &self.stages.mpu;
-        let tells = mpu.data_parallel_rank() == 0 && mpu.tensor_parallel_rank() == 0;
+        let tells = mpu.data_parallel_rank() == 0 && mpu.sequence_tensor_parallel_rank() == 0;
         if labels == 0.0 && self.stages.has_last() && tells {
             let indices = batches.iter().map(|batch| &batch.microbatch.indices);
             let samples: Vec<_> = indices.flatten().copied().collect();
@@ -272,7 +274,7 @@ impl MerakTrainer {
         if self.stages.has_last() {
             let sum: f64 = self.losses(result)?.into_iter().sum();
             let sum = mpu
-                .data_sequence_parallel_group()
+                .data_parallel_group()
                 .all_reduce_scalar(sum, ReduceOp::Sum)?;
             loss = if labels == 0.0 { 0.0 } else { sum / labels };
         }

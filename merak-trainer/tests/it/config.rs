@@ -547,7 +547,7 @@ fn what_only_a_search_for_stages_reads_is_refused_elsewhere() {
 #[test]
 fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_file("merak.toml", "zero_stage = 4\n")), @r#""zero_stage" expects 0, 1, 2 or 3, found 4 (merak.toml:1)"#);
-    assert_snapshot!(message(load_line("--sp 2")), @r#""sp" 2 (command line --sp) is not available in this version: choose 1"#);
+    assert_snapshot!(message(load_line("--tp-overlapping-level 1")), @r#""tp_overlapping_level" 1 (command line --tp-overlapping-level) is not available in this version: choose 0"#);
     assert_snapshot!(message(load_line("--trace-method dynamo")), @r#""trace_method" "dynamo" (command line --trace-method) is not available in this version: choose fx"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
     assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");
@@ -676,7 +676,7 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(message(load_line("--top_p 0")), @r#""top_p" is 0 (command line --top_p), but must be more than 0 and at most 1"#);
     assert_snapshot!(message(load_line("--adam_beta2 1")), @r#""adam_beta2" is 1 (command line --adam_beta2), but must be at least 0 and less than 1"#);
     assert_snapshot!(message(load_line("--data.validation_fraction 1")), @r#""data.validation_fraction" is 1 (command line --data.validation_fraction), but must be at least 0 and less than 1"#);
-    assert_snapshot!(message(load_line("--dp 99999999999 --tp 99999999999")), @r#""dp" is 99999999999 (command line --dp), but must be so small that "dp" x "tp" x "pp", the ranks, is at most 4294967295"#);
+    assert_snapshot!(message(load_line("--dp 99999999999 --tp 99999999999")), @r#""dp" is 99999999999 (command line --dp), but must be so small that "dp" x "tp" x "pp" x "sp", the ranks, is at most 4294967295"#);
 }
 
 #[test]

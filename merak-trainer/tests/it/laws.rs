@@ -19,6 +19,7 @@ mod pipeline; // L1: the pipeline changes no bit
 mod prediction; // predictions of samples
 mod resume; // L3, L5: resumed runs and equal bytes
 mod sequence; // L2, N1, N2: slices of the sequence between split regions
+mod sp; // L2, N5: ranks that share each sequence
 mod stages; // L1, L3: several stages per rank
 mod timeline; // ranks share an axis of time
 mod topology; // L2: the degrees change the order of summation only

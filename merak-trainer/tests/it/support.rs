@@ -200,6 +200,11 @@ impl Case {
         self.with("dp", dp).with("tp", tp).with("pp", pp)
     }
 
+    /// So many ranks that share each sequence.
+    pub(crate) fn sharing(self, sp: usize) -> Self {
+        self.with("sp", sp)
+    }
+
     /// The folder that the run writes.
     pub(crate) fn writing(self, folder: &Path) -> Self {
         self.with("output_dir", folder.display())
@@ -335,9 +340,14 @@ impl Case {
             let (_, gradients) = trainer.gradients()?;
             Ok((reports, place, weights, gradients))
         });
-        let dp = u8::try_from(plan.draft.degrees.dp).expect("few replicas");
+        let degrees = plan.draft.degrees;
+        let replicas = u8::try_from(degrees.dp * degrees.sp).expect("few replicas");
         let weights = whole(&plan, ranks.iter().map(|rank| (rank.1, &rank.2)), None);
-        let gradients = whole(&plan, ranks.iter().map(|rank| (rank.1, &rank.3)), Some(dp));
+        let gradients = whole(
+            &plan,
+            ranks.iter().map(|rank| (rank.1, &rank.3)),
+            Some(replicas),
+        );
         for (reports, ..) in &ranks {
             assert_eq!(
                 numbers(reports),

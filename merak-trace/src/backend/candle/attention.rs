@@ -227,9 +227,7 @@ impl Node<'_> {
             .map(|dropout| AttentionDropout {
                 dropout: context.dropout(&dropout),
                 first_sample: context.sample_base,
-                first_head: dropout.slice.map_or(0, |slice| {
-                    (context.place.get(slice.axis) * spec.heads) as u64
-                }),
+                first_head: dropout.first_index(context.place, spec.heads) as u64,
             });
         let mask = terms.hidden.as_ref().map(|hidden| AttentionMask {
             data: &hidden[..],

@@ -251,10 +251,8 @@ impl Node<'_> {
         let slice = SampleSlice {
             first_sample: context.sample_base,
             outer: 1,
-            dim_full: dropout.slice.map_or(spec.heads, |slice| slice.full),
-            dim_start: dropout
-                .slice
-                .map_or(0, |slice| context.place.get(slice.axis) * spec.heads),
+            dim_full: dropout.cut_dim().map_or(spec.heads, |(_, full)| full),
+            dim_start: dropout.first_index(context.place, spec.heads),
             dim_local: spec.heads,
             inner: shape[2] * shape[3],
         };

@@ -437,6 +437,14 @@ fn a_graph_is_printed_in_every_format() {
     let of_layer = of_layer.map(|line| line.split_whitespace().collect::<Vec<_>>());
     let of_layer = of_layer.expect("a table of what the layers communicate");
     assert_eq!(of_layer[2..4], ["all_reduce", "2"], "{stage}");
+    // Ranks that share sequences, at the default of recomputing each layer.
+    let shared = place.succeed("trace merak.toml --sp 2");
+    let of_layer = shared
+        .lines()
+        .find(|line| line.starts_with("# transformer.h.3 "));
+    let of_layer = of_layer.map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let of_layer = of_layer.expect("a table of what the layers communicate");
+    assert_eq!(of_layer[2..6], ["all_to_all", "4", "4", "4"], "{shared}");
     // Any key may follow.
     let shallow = place.succeed("trace merak.toml --num_layers 2 --per_device_train_batch_size 3");
     assert!(

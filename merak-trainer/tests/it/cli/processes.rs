@@ -322,10 +322,14 @@ fn processes_that_are_to_generate_something_else_are_named() {
 #[test]
 fn sharded_parameters_of_processes_are_those_of_threads() {
     let place = Workplace::new();
-    for stage in [2, 3] {
+    for (stage, degrees) in [
+        (2, "--dp 2 --tp 2"),
+        (3, "--dp 2 --tp 2"),
+        (1, "--dp 2 --sp 2"),
+    ] {
         let line = |run: &str| {
             format!(
-                "train merak.toml --dp 2 --tp 2 --zero_stage {stage} --save_steps 2 \
+                "train merak.toml {degrees} --zero_stage {stage} --save_steps 2 \
                  --gradient_accumulation_steps 2 --output_dir {run}-{stage}"
             )
         };

@@ -39,7 +39,7 @@ fn batches_and_degrees_beyond_the_data_are_counted_not_allocated() {
         refusal(&place, &format!("train merak.toml --tp {size}"));
         refusal(&place, &format!("train merak.toml --pp {size}"));
     }
-    assert_snapshot!(refusal(&place, "train merak.toml --dp 1000000000000"), @r#"error: "dp" is 1000000000000 (command line --dp), but must be so small that "dp" x "tp" x "pp", the ranks, is at most 4294967295"#);
+    assert_snapshot!(refusal(&place, "train merak.toml --dp 1000000000000"), @r#"error: "dp" is 1000000000000 (command line --dp), but must be so small that "dp" x "tp" x "pp" x "sp", the ranks, is at most 4294967295"#);
     // An evaluation takes no more rows than there are samples.
     let usual = place.succeed(
         "train merak.toml --overwrite_output_dir --max_steps 1 --per_device_eval_batch_size 6",

@@ -35,6 +35,9 @@ const TOPOLOGIES: [(usize, usize, usize); 4] = [(2, 1, 1), (1, 2, 1), (1, 1, 4),
 fn cut(model: &str, case: &Case) -> Vec<(Case, &'static str)> {
     let vocab = case.clone().on((2, 2, 2)).with("parallel_vocab", true);
     let mut cut = vec![(vocab.clone(), "vocabulary")];
+    if model == "gpt2" {
+        cut.push((vocab.clone().sharing(2), "vocabulary of shared sequences"));
+    }
     if ["gpt2", "bert", "t5"].contains(&model) {
         cut.push((vocab.with("sequence_parallel", true), "both"));
     }

@@ -209,6 +209,7 @@ proptest! {
     #[test]
     fn any_mixture_of_choices_trains_like_one_rank(
         degrees in (prop::sample::select(vec![1, 2, 4]), prop::sample::select(vec![1, 2]), prop::sample::select(vec![1, 2, 4])),
+        sp in prop::sample::select(vec![1, 1, 2]),
         (llama, tied, dropout) in (any::<bool>(), any::<bool>(), any::<bool>()),
         (zero, recompute, workers) in (0..4, 0..3, 0..3),
         schedule in prop::sample::select(vec!["gpipe", "1f1b", "ds_default"]),
@@ -220,6 +221,7 @@ proptest! {
         let alone = case.run(3);
         let mixture = case
             .on(degrees)
+            .sharing(sp)
             .with("zero_stage", zero)
             .with("checkpoint_num_layers", recompute)
             .with("dataloader_num_workers", workers)
@@ -228,7 +230,7 @@ proptest! {
             .with_threads(threads);
         let run = mixture.run(3);
         assert_close_losses(&run.reports, &alone.reports, 1e-5, "mixture");
-        if (degrees.0, degrees.1) == (1, 1) {
+        if (degrees.0, degrees.1, sp) == (1, 1, 1) {
             assert_same_bits(&run, &alone, "mixture");
         }
     }

@@ -28,8 +28,10 @@ pub(super) fn whole<'a>(
 ) -> Tensors {
     let divisor = f32::from(replicas.unwrap_or(1));
     let mut tensors = Tensors::new();
-    let mut seen = BTreeMap::<(String, Vec<usize>, usize), Vec<f32>>::new();
+    let mut seen = BTreeMap::<(String, Vec<usize>, [usize; 2]), Vec<f32>>::new();
     for (place, slices) in ranks {
+        // Ranks that share a sequence have summands, as replicas do.
+        let replica = [place.dp, place.sp];
         for (name, values) in slices {
             let param = plan.graph.param(
                 plan.graph
@@ -44,19 +46,19 @@ pub(super) fn whole<'a>(
                 let full = piece.full_ranges(&param.full.shape);
                 let part: Vec<f32> = local.flat_map(|range| &values[range]).copied().collect();
                 // Ranks of one replica that hold the same box hold the same bits, on any stage.
-                let key = (name.clone(), piece.offset.clone(), place.dp);
+                let key = (name.clone(), piece.offset.clone(), replica);
                 if let Some(twin) = seen.get(&key) {
                     assert_eq!(bits(twin), bits(&part), "{name} differs on {place:?}");
                     continue;
                 }
                 let elements = full.flatten();
-                if replicas.is_none() && place.dp > 0 {
+                if replicas.is_none() && replica != [0, 0] {
                     let first: Vec<f32> = elements.map(|index| tensor[index]).collect();
                     assert_eq!(bits(&first), bits(&part), "{name} differs on {place:?}");
                 } else {
                     // The first replica finds nothing yet, and -0 + 0 would lose its sign.
-                    let add = |(index, x): (usize, &f32)| match place.dp {
-                        0 => tensor[index] = x / divisor,
+                    let add = |(index, x): (usize, &f32)| match replica {
+                        [0, 0] => tensor[index] = x / divisor,
                         _ => tensor[index] += x / divisor,
                     };
                     elements.zip(&part).for_each(add);

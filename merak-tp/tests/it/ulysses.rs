@@ -1,0 +1,280 @@
+//! All work cut along the sequence over the sequence axis, against one rank: loss and gradients,
+//! dropout on, f64.
+
+use crate::{
+    run::{assert_same_on, on_mesh, on_one_rank},
+    sequence::sequence_first,
+    support::{gpt2, lists, llama, model, shapes},
+};
+use merak_mpu::Degrees;
+use merak_tp::{
+    Error, LayerTraffic, Options, Rewritten, Sequence, Traffic, default_lists, rewrite_with,
+};
+use merak_trace::{
+    Axis, DType, Graph, Op, RecomputePlan, StageCuts, StageProgram, models::TraceOptions,
+};
+use serde_json::{Value as Json, json};
+
+const CUT: Sequence = Sequence::Cut { dim: 1 };
+const LIKE: Sequence = Sequence::WholeLikeCut { dim: 1 };
+
+fn options(seq: usize) -> TraceOptions {
+    TraceOptions {
+        dtype: DType::F64,
+        ..TraceOptions::training(2, seq)
+    }
+}
+
+/// A model of a family, split over both axes.
+fn split(
+    config: &Json,
+    options: &TraceOptions,
+    tensor: &Options,
+    sequence: &Options,
+) -> (Graph, merak_tp::Result<Rewritten>) {
+    let model = model(config);
+    let whole = model.trace(options).expect("the sizes fit");
+    let lists = default_lists(model.info().family).expect("the family has defaults");
+    let by_layers = rewrite_with(&whole, &tensor.clone().with_lists(lists));
+    let by_layers = by_layers.expect("the layers can be split").graph;
+    (whole, rewrite_with(&by_layers, sequence))
+}
+
+fn degrees(tp: usize, sp: usize) -> Degrees {
+    Degrees {
+        tp,
+        sp,
+        ..Degrees::default()
+    }
+}
+
+/// Checks training on `sp` ranks for each of the tensor axis, and forwards of whole sequences.
+#[track_caller]
+fn check(config: &Json, options: &TraceOptions, tensor: &Options, sp: usize) {
+    let (whole, cut) = split(config, options, tensor, &Options::ulysses(sp, CUT));
+    let cut = cut.expect("the sequence can be cut");
+    assert!(cut.report.gathers.is_empty(), "{}", cut.report);
+    let degrees = degrees(tensor.degree, sp);
+    assert_same_on(&whole, &cut.graph, degrees);
+    let whole_sequences = match tensor.sequence {
+        Sequence::Cut { dim } => Sequence::WholeLikeCut { dim },
+        whole => whole,
+    };
+    let tensor = tensor.clone().with_sequence(whole_sequences);
+    let (_, alike) = split(config, options, &tensor, &Options::ulysses(sp, LIKE));
+    let alike = alike.expect("nothing is cut").graph;
+    assert_eq!(alike.nodes().len(), cut.graph.nodes().len());
+    for (a, b) in alike.nodes().iter().zip(cut.graph.nodes()) {
+        // Heads are repeated for ranks that lack one.
+        let mut inputs = b.inputs.clone();
+        if matches!(b.op, Op::Concat { .. }) {
+            inputs.dedup();
+        }
+        assert_eq!((&a.scope, &a.inputs), (&b.scope, &inputs));
+    }
+    let loss = on_one_rank(&whole).loss;
+    for step in on_mesh(&alike, degrees) {
+        assert!((step.loss - loss).abs() < 1e-10 * loss.abs(), "whole");
+    }
+}
+
+#[test]
+fn decoders_with_dropout_tied_and_untied_heads() {
+    for sp in [2, 4] {
+        check(&gpt2(2, 0.1, true), &options(8), &Options::new(1), sp);
+        check(&llama(2, 4, 0.1), &options(8), &Options::new(1), sp);
+        // Four query heads share two key heads, which four ranks repeat.
+        check(&llama(1, 2, 0.1), &options(8), &Options::new(1), sp);
+        check(&llama(1, 1, 0.1), &options(8), &Options::new(1), sp);
+    }
+    check(&gpt2(1, 0.0, false), &options(6), &Options::new(1), 2);
+}
+
+#[test]
+fn decoders_of_other_families_with_windows_and_norms_of_heads() {
+    for family in ["mistral", "qwen2", "qwen3"] {
+        let mut config = llama(2, 2, 0.1);
+        config["model_type"] = family.into();
+        if family != "qwen3" {
+            config["sliding_window"] = 3.into();
+        }
+        if family == "qwen2" {
+            config["use_sliding_window"] = true.into();
+            config["max_window_layers"] = 1.into();
+        }
+        check(&config, &options(8), &Options::new(1), 4);
+        check(&config, &options(8), &Options::new(2), 2);
+    }
+    for (family, dropout) in [("opt", "dropout"), ("gpt_neox", "hidden_dropout")] {
+        let mut config = json!({ "model_type": family, "vocab_size": 101, "max_position_embeddings": 16,
+            "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "attention_dropout": 0.1 });
+        config[dropout] = 0.1.into();
+        check(&config, &options(8), &Options::new(1), 4);
+        check(&config, &options(8), &Options::new(2), 2);
+    }
+    let config = json!({ "model_type": "gpt", "vocab_size": 101, "max_position_embeddings": 16, "hidden_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "dropout": 0.1 });
+    check(&config, &options(8), &Options::new(1), 2);
+}
+
+#[test]
+fn hidden_padding_is_seen_by_all_ranks() {
+    let options = TraceOptions {
+        attention_mask: true,
+        ..options(8)
+    };
+    let opt = json!({ "model_type": "opt", "vocab_size": 101, "max_position_embeddings": 16, "hidden_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 4 });
+    for config in [llama(1, 2, 0.1), opt] {
+        check(&config, &options, &Options::new(1), 2);
+        check(&config, &options, &Options::new(2), 2);
+    }
+}
+
+#[test]
+fn layers_vocabulary_and_slices_of_the_tensor_axis() {
+    for config in [gpt2(2, 0.1, true), llama(1, 2, 0.1)] {
+        let tensor = Options::new(2);
+        check(&config, &options(8), &tensor, 2);
+        check(&config, &options(8), &tensor.clone().with_vocab(101), 2);
+        let slices = tensor.with_sequence(CUT);
+        check(&config, &options(8), &slices, 2);
+        check(&config, &options(8), &slices.clone().with_vocab(101), 2);
+        check(&config, &options(16), &slices, 2);
+    }
+}
+
+#[test]
+fn the_sequence_may_come_first() {
+    let (whole, first) = (sequence_first(), Sequence::Cut { dim: 0 });
+    let layers = Options::new(2).with_lists(lists());
+    for tensor in [Options::new(1), layers.clone(), layers.with_sequence(first)] {
+        let graph = rewrite_with(&whole, &tensor)
+            .expect("it can be split")
+            .graph;
+        let cut = rewrite_with(&graph, &Options::ulysses(2, first));
+        let cut = cut.expect("the sequence can be cut");
+        assert!(cut.report.gathers.is_empty(), "{}", cut.report);
+        assert_same_on(&whole, &cut.graph, degrees(tensor.degree, 2));
+    }
+}
+
+#[test]
+fn a_layer_turns_four_times_forward_and_four_times_backward() {
+    // Bytes of [2, 8, 16] in f64.
+    let hidden = 2 * 8 * 16 * 8;
+    for config in [gpt2(2, 0.1, true), llama(2, 4, 0.0)] {
+        let (_, cut) = split(
+            &config,
+            &options(8),
+            &Options::new(1),
+            &Options::ulysses(2, CUT),
+        );
+        let cut = cut.expect("the sequence can be cut");
+        let (cuts, plan) = (StageCuts::whole(&cut.graph), RecomputePlan::default());
+        let program = StageProgram::training(&cut.graph, &cuts, 0, &plan);
+        let traffic = Traffic::of([&program.expect("differentiable")], Axis::Sequence);
+        let is_layer = |row: &&LayerTraffic| row.layer.contains(|c: char| c.is_ascii_digit());
+        let rows: Vec<_> = traffic.layers.iter().filter(is_layer).collect();
+        assert_eq!(rows.len(), 2, "{traffic}");
+        for row in rows {
+            let counts = [row.forward, row.recomputed, row.backward];
+            assert_eq!((row.collective, counts), ("all_to_all", [4, 0, 4]));
+            assert_eq!(row.bytes, 8 * hidden);
+        }
+        let rest = traffic
+            .total()
+            .into_iter()
+            .filter(|row| row.collective != "all_to_all");
+        let rest: Vec<_> = rest
+            .map(|row| (row.collective, row.forward, row.bytes))
+            .collect();
+        assert_eq!(rest, [("all_reduce", 1, 8)], "the loss alone");
+        let counted: usize = traffic.total().iter().map(|row| row.bytes).sum();
+        assert_eq!(counted, cut.report.bytes());
+    }
+}
+
+#[test]
+fn a_rank_has_its_positions_and_within_attention_its_heads() {
+    let (_, cut) = split(
+        &llama(1, 2, 0.0),
+        &options(8),
+        &Options::new(1),
+        &Options::ulysses(4, CUT),
+    );
+    let cut = cut.expect("the sequence can be cut");
+    let lines = shapes(&cut.graph);
+    let turns: Vec<_> = lines
+        .iter()
+        .filter(|line| line.starts_with("all_to_all") || line.starts_with("attention"))
+        .collect();
+    assert_eq!(
+        turns,
+        [
+            "all_to_all [2, 8, 4]",
+            "all_to_all [2, 8, 4]",
+            "all_to_all [2, 8, 4]",
+            "attention [2, 8, 4]",
+            "all_to_all [2, 2, 16]",
+        ]
+    );
+    let is_whole = |param: &merak_trace::Param| param.local == param.full && !param.summed;
+    assert!(cut.graph.params().iter().all(is_whole));
+    let logits = lines.iter().find(|line| line.ends_with("101]"));
+    assert_eq!(logits.map(String::as_str), Some("linear [2, 2, 101]"));
+}
+
+#[test]
+fn sizes_that_do_not_divide_are_refused_with_those_that_do() {
+    let refused = |config: &Json, seq, tensor: &Options, sp| {
+        let (_, cut) = split(config, &options(seq), tensor, &Options::ulysses(sp, CUT));
+        cut.expect_err("it cannot be cut").to_string()
+    };
+    let one = Options::new(1);
+    insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &one, 3), @r#"transformer.h.0.attn: 4 attention heads of a rank cannot be split over sp = 3: choose "sp" among 1, 2"#);
+    insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 16, &Options::new(2), 4), @r#"transformer.h.0.attn: 2 attention heads of a rank cannot be split over sp = 4: choose "sp" among 1, 2"#);
+    insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &one, 4), @r#"transformer.wte: a sequence of 6 cannot be cut over sp = 4: choose "sp" among 1, 2, or another "seq_length", such as 8"#);
+    let slices = Options::new(2).with_sequence(CUT);
+    insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &slices, 2), @r#"transformer.wte.scatter: the sequence has 3 positions for each of tp = 2 ranks ("sequence_parallel"), which cannot be cut over sp = 2: choose a "seq_length" that is a multiple of "tp" x "sp", which is 4"#);
+    let mut six = llama(1, 3, 0.0);
+    six["hidden_size"] = 24.into();
+    six["num_attention_heads"] = 6.into();
+    insta::assert_snapshot!(refused(&six, 8, &one, 2), @r#"model.layers.0.self_attn: 3 key/value heads of a rank can neither be split over sp = 2 nor repeated on it: choose "sp" among 1"#);
+}
+
+#[test]
+fn work_on_whole_sequences_is_refused() {
+    let bert = json!({ "model_type": "bert", "architectures": ["BertForSequenceClassification"], "vocab_size": 101,
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24,
+        "max_position_embeddings": 16, "type_vocab_size": 101, "num_labels": 101 });
+    let (_, cut) = split(
+        &bert,
+        &options(8),
+        &Options::new(1),
+        &Options::ulysses(2, CUT),
+    );
+    let error = cut.expect_err("it pools");
+    assert!(matches!(error, Error::WholeSequence { degree: 2, .. }));
+    insta::assert_snapshot!(error.to_string(), @r#"sp = 2: bert.pooler.dense.weight is used on whole sequences, by bert.pooler.dense.linear, which has no form for slices of a sequence: set "sp" to 1; language models that read a text from left to right have none of these"#);
+}
+
+#[test]
+fn a_model_is_cut_once_and_in_parts() {
+    let (_, cut) = split(
+        &gpt2(1, 0.0, true),
+        &options(8),
+        &Options::new(1),
+        &Options::ulysses(2, CUT),
+    );
+    let cut = cut.expect("the sequence can be cut").graph;
+    let again = rewrite_with(&cut, &Options::ulysses(2, CUT)).expect_err("it is cut");
+    insta::assert_snapshot!(again.to_string(), @"transformer.wte.scatter is split over the sequence axis already");
+    let none = rewrite_with(&cut, &Options::ulysses(0, CUT)).expect_err("no ranks");
+    insta::assert_snapshot!(none.to_string(), @"sp = 0 is no number of ranks, expected 1 or more");
+    assert!(
+        !cut.nodes()
+            .iter()
+            .any(|node| matches!(node.op, Op::AllGather { .. }))
+    );
+}
