@@ -20,7 +20,8 @@ use super::{
     keys::{MerakArguments, VALIDATION_FRACTION, keys},
     range::Number,
     schedule::TrainSchedule,
-    special::Ratios,
+    setting::Setting,
+    special::{Ratios, TokenizerSource},
 };
 use crate::error::{ConfigError, Error, Result};
 
@@ -517,10 +518,20 @@ fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "unset unless \"data.format\" is \"text\"",
     )?;
     checker.require(
-        data.format != DataFormat::Tensors || !data.skip_binary,
+        data.format.is_text() || !data.skip_binary,
         "data.skip_binary",
         data.skip_binary,
-        "false under \"data.format\" tensors, whose files hold no text",
+        format_args!(
+            "false under \"data.format\" {}, whose files hold no text",
+            data.format
+        ),
+    )?;
+    let trains = matches!(data.tokenizer, TokenizerSource::TrainBpe(_));
+    checker.require(
+        data.format != DataFormat::Tensors || !trains,
+        "data.tokenizer",
+        data.tokenizer.to_value(),
+        "\"bytes\" or a file under \"data.format\" tensors, whose files hold no text to train on",
     )?;
     let (path, mixture) = (data.path.as_ref(), data.mixture.as_ref());
     checker.require(

@@ -147,8 +147,10 @@ choices! {
         /// Safetensors files: the inputs of the model by name, their first dimension counting
         /// samples.
         Tensors = "tensors",
+        /// Token files, as `merak tokenize` writes them.
+        Tokens = "tokens",
     }
-    later ["parquet", "tokens", "images"]
+    later ["parquet", "images"]
 }
 
 choices! {
@@ -166,6 +168,13 @@ choices! {
         Nccl = "nccl",
     }
     later []
+}
+
+impl DataFormat {
+    /// Whether the files hold text, which a tokenizer turns into tokens.
+    pub fn is_text(self) -> bool {
+        !matches!(self, Self::Tensors | Self::Tokens)
+    }
 }
 
 impl From<EngineChoice> for EngineKind {

@@ -17,6 +17,7 @@ use super::{
     source::count,
     tensor_files,
     text::{Candidate, cannot_read, files_of},
+    token_file,
     tokenizer::Tokenizer,
 };
 use crate::{
@@ -134,7 +135,7 @@ impl DataFingerprint {
 }
 
 impl TokenizerFingerprint {
-    fn of(tokenizer: &Tokenizer) -> Result<Self> {
+    pub(super) fn of(tokenizer: &Tokenizer) -> Result<Self> {
         Ok(Self {
             tokens: tokenizer.vocab_size() as u64,
             checksum: Checksum::of(tokenizer.to_json()?.as_bytes()),
@@ -209,7 +210,11 @@ fn named(
     path: &Path,
     arguments: &DataArguments,
 ) -> Result<Vec<(String, Candidate)>> {
-    let takes = |path: &Path| arguments.format != DataFormat::Tensors || tensor_files::is_one(path);
+    let takes = |path: &Path| match arguments.format {
+        DataFormat::Tensors => tensor_files::is_one(path),
+        DataFormat::Tokens => token_file::is_one(path),
+        _ => true,
+    };
     let files = files_of(key, path, &takes)?;
     let root = if path.is_dir() {
         path

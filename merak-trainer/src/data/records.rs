@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    io::{self, BufRead, Read},
     path::Path,
     sync::Arc,
 };
@@ -10,7 +11,7 @@ use serde_json::{Map, Value};
 
 use super::{
     input::Input,
-    plain::TextKind,
+    plain::{BYTE_ORDER_MARK, TextKind},
     text::{self, Document, Need, Reading},
 };
 use crate::{
@@ -81,7 +82,7 @@ pub(crate) fn read(
 }
 
 /// The records of a document, one after the other.
-type Parsed<'a> = Box<dyn Iterator<Item = Result<Record>> + 'a>;
+pub(crate) type Parsed<'a> = Box<dyn Iterator<Item = Result<Record>> + Send + 'a>;
 
 impl Records {
     /// How many there are, which is at least one.
@@ -91,41 +92,54 @@ impl Records {
 
     /// Parses one record after the other, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Result<Record>> {
-        let parse = |document| match self.format {
-            DataFormat::Csv => table(document, b','),
-            DataFormat::Tsv => table(document, b'\t'),
-            _ => Ok(json_lines(document)),
-        };
-        let failed = |error| Box::new([Err(error)].into_iter()) as Parsed<'_>;
         let documents = self.documents.iter();
-        documents.flat_map(move |document| parse(document).unwrap_or_else(failed))
+        documents.flat_map(|Document { path, text }| parse(path, text.as_slice(), self.format))
     }
 }
 
-fn json_lines(document: &Document) -> Parsed<'_> {
-    let path: Arc<Path> = document.path.as_path().into();
-    let lines = (1..).zip(document.text.split(|&byte| byte == b'\n'));
-    let lines = lines.filter(|(_, line)| !line.trim_ascii().is_empty());
-    Box::new(lines.map(move |(number, line)| {
+/// Parses the records of a file one after the other, in order.
+pub(crate) fn parse<'a>(
+    path: &Path,
+    content: impl BufRead + Send + 'a,
+    format: DataFormat,
+) -> Parsed<'a> {
+    let path: Arc<Path> = path.into();
+    let parsed = match format {
+        DataFormat::Csv => table(path, content, b','),
+        DataFormat::Tsv => table(path, content, b'\t'),
+        _ => Ok(json_lines(path, content)),
+    };
+    parsed.unwrap_or_else(|error| Box::new([Err(error)].into_iter()))
+}
+
+fn json_lines<'a>(path: Arc<Path>, content: impl BufRead + Send + 'a) -> Parsed<'a> {
+    let parse = move |(number, line): (u64, io::Result<Vec<u8>>)| {
         let wrong = |reason: String| wrong(&path, number, reason);
+        let line = line.map_err(|source| text::cannot_read(&path, source))?;
+        let mark = line.strip_prefix(BYTE_ORDER_MARK).filter(|_| number == 1);
+        let line = mark.unwrap_or(&line);
+        if line.trim_ascii().is_empty() {
+            return Ok(None);
+        }
         let value: Value = serde_json::from_slice(line)
             .map_err(|error| wrong(format!("the line is no JSON: {error}")))?;
         let Value::Object(fields) = value else {
             return Err(wrong(format!("the line is {value}, expected an object")));
         };
-        Ok(Record {
+        Ok(Some(Record {
             path: Arc::clone(&path),
             line: number,
             fields,
-        })
-    }))
+        }))
+    };
+    let lines = (1..).zip(content.split(b'\n'));
+    Box::new(lines.map(parse).filter_map(Result::transpose))
 }
 
-fn table(document: &Document, delimiter: u8) -> Result<Parsed<'_>> {
-    let path: Arc<Path> = document.path.as_path().into();
+fn table<'a>(path: Arc<Path>, content: impl Read + Send + 'a, delimiter: u8) -> Result<Parsed<'a>> {
     let mut reader = csv::ReaderBuilder::new()
         .delimiter(delimiter)
-        .from_reader(document.text.as_slice());
+        .from_reader(content);
     let failed = |path: &Path, error: csv::Error| {
         let line = error.position().map_or(1, csv::Position::line);
         wrong(path, line, error.to_string())
@@ -164,6 +178,11 @@ impl Record {
     /// A field, if it is there.
     pub(crate) fn field(&self, name: &str) -> Option<&Value> {
         self.fields.get(name)
+    }
+
+    /// The values of all fields.
+    pub(crate) fn values(&self) -> impl Iterator<Item = &Value> {
+        self.fields.values()
     }
 
     /// Whether it has a field.

@@ -164,3 +164,14 @@ pub(super) fn sides_of(sides: &[(String, String)]) -> String {
     };
     sides.iter().map(side).collect::<Vec<_>>().join(", ")
 }
+
+/// What to do about tokens of another tokenizer.
+pub(super) fn own_tokenizer(own: Option<&Path>) -> String {
+    match own {
+        Some(own) => format!(
+            "set \"data.tokenizer\" to {}, or tokenize the text again",
+            file(own)
+        ),
+        None => "tokenize the text again".to_owned(),
+    }
+}

@@ -23,6 +23,7 @@ mod sizes; // sizes that no machine can hold
 mod soak; // processes killed again and again
 #[path = "../../../merak-ckpt/tests/it/terminal.rs"]
 mod terminal; // what a command writes to a terminal
+mod tokens; // token files
 mod training; // train, resume, generate, signals
 mod weights; // starting from Hugging Face folders
 mod worlds; // processes that make no world, or leave one
