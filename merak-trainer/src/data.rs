@@ -46,6 +46,7 @@ mod loader;
 mod masked;
 mod mixture;
 mod order;
+mod parquet;
 mod permutation;
 mod pieces;
 mod plain;

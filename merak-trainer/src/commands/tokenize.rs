@@ -17,8 +17,8 @@ use std::{
 /// Writes the tokens of the data into a folder that training reads by range, with the tokenizer.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Args {
-    /// The configuration file (.toml, .yaml or .json); none: keys alone.
-    config: Option<PathBuf>,
+    /// The configuration file (.toml, .yaml or .json).
+    config: PathBuf,
     /// The folder to write [default: that of the data's path with ".tokens" behind it].
     #[arg(short, long, value_name = "FOLDER")]
     output: Option<PathBuf>,
@@ -36,7 +36,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
         }
     }
     let json = args.keys.take_flag("--json") || args.json;
-    let config = args.keys.resolve(args.config.as_deref())?;
+    let config = args.keys.load(&args.config)?;
     let checked = config.check()?;
     check(&config)?;
     let Some(folder) = args.output.or_else(|| beside(&config)) else {

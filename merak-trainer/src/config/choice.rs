@@ -144,13 +144,15 @@ choices! {
         Csv = "csv",
         /// The same, parted by tabs.
         Tsv = "tsv",
+        /// The same as Parquet files, in builds with the feature `parquet`.
+        Parquet = "parquet",
         /// Safetensors files: the inputs of the model by name, their first dimension counting
         /// samples.
         Tensors = "tensors",
         /// Token files, as `merak tokenize` writes them.
         Tokens = "tokens",
     }
-    later ["parquet", "images"]
+    later ["images"]
 }
 
 choices! {
@@ -171,6 +173,11 @@ choices! {
 }
 
 impl DataFormat {
+    /// Whether the files are text themselves.
+    pub fn is_plain(self) -> bool {
+        self.is_text() && self != Self::Parquet
+    }
+
     /// Whether the files hold text, which a tokenizer turns into tokens.
     pub fn is_text(self) -> bool {
         !matches!(self, Self::Tensors | Self::Tokens)

@@ -60,7 +60,7 @@ impl Reader<'_> {
             DataFormat::Text => self.read_text(Some(input), fraction),
             DataFormat::Tensors => read_tensors(input, fraction),
             DataFormat::Tokens => self.read_tokens(input, fraction),
-            DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv => {
+            DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv | DataFormat::Parquet => {
                 self.read_records(input, fraction)
             }
         })

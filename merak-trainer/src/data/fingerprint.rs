@@ -14,6 +14,7 @@ use super::{
     chat,
     crates::CrateSources,
     input::Input,
+    parquet,
     source::count,
     tensor_files,
     text::{Candidate, cannot_read, files_of},
@@ -213,6 +214,7 @@ fn named(
     let takes = |path: &Path| match arguments.format {
         DataFormat::Tensors => tensor_files::is_one(path),
         DataFormat::Tokens => token_file::is_one(path),
+        DataFormat::Parquet => parquet::is_one(path),
         _ => true,
     };
     let files = files_of(key, path, &takes)?;

@@ -141,7 +141,8 @@ impl FilePieces {
             self.is_read = read.map_err(|source| cannot_read(&self.path, source))? == 0;
         };
         let bytes: Vec<_> = self.text.drain(..length).collect();
-        let lines = bytes.iter().filter(|&&byte| byte == b'\n').count();
+        let line_ends = bytes.iter().map(|&byte| usize::from(byte == b'\n'));
+        let lines = line_ends.sum::<usize>();
         let ends = self.is_read && self.text.is_empty();
         let text = piece_of(bytes, self.kind, ends && self.is_cut, self.before);
         let text = text.map_err(|error| error.of(&self.path, self.kind))?;
@@ -227,7 +228,8 @@ mod tests {
         // Nor is a byte order mark there one.
         let mut text = vec![b'\n'; 2 * PIECE];
         text[PIECE - 1] = b'a';
-        text.splice(PIECE + 1..PIECE + 1, *b"\xef\xbb\xbf");
+        let second = PIECE + 1;
+        text.splice(second..second, *b"\xef\xbb\xbf");
         let read = file_pieces(&text, TextKind::Utf8, u64::MAX).unwrap();
         assert_eq!(
             read.iter().map(|piece| piece.text.len()).sum::<usize>(),

@@ -52,7 +52,7 @@ const FORMATS: [(&[u8], &str); 21] = [
     (b"MZ", "a program (PE)"),
     (b"%PDF-", "a PDF file"),
     (b"MERAKTOK", TOKENS),
-    (b"PAR1", "a Parquet file"),
+    (b"PAR1", PARQUET),
     (b"ARROW1", "an Arrow file"),
     (b"\x93NUMPY", "a NumPy array"),
     (b"\x89HDF", "an HDF5 file"),
@@ -65,6 +65,8 @@ const FORMATS: [(&[u8], &str); 21] = [
 const SAFETENSORS: &str = "a safetensors file";
 
 const TOKENS: &str = "a token file";
+
+const PARQUET: &str = "a Parquet file";
 
 /// The most bytes that the header of a safetensors file takes.
 const MAX_HEADER: u64 = 100_000_000;
@@ -150,6 +152,7 @@ impl NotText {
             (Found::Format(SAFETENSORS), TextKind::Bytes | TextKind::Utf8) => {
                 "set \"data.format\" to \"tensors\" if it holds samples"
             }
+            (Found::Format(PARQUET), _) => "set \"data.format\" to \"parquet\" if it holds records",
             (Found::Format(TOKENS), _) => "set \"data.format\" to \"tokens\"",
             (Found::Format(_) | Found::Zero, _) => "leave it out of \"data.path\"",
             (_, TextKind::Utf8) => {

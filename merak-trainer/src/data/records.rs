@@ -11,8 +11,9 @@ use serde_json::{Map, Value};
 
 use super::{
     input::Input,
+    parquet,
     plain::{BYTE_ORDER_MARK, TextKind},
-    text::{self, Document, Need, Reading},
+    text::{self, Document, Documents, Need, Reading},
 };
 use crate::{
     config::DataFormat,
@@ -57,12 +58,16 @@ pub(crate) fn read(
             format: format.as_str(),
         })
     };
-    let kind = TextKind::Records;
-    let found = text::read(input, None, Reading { kind, skips }, room);
-    let found = found.map_err(|error| match error {
-        Error::Data(DataError::NoText { path, skipped: 0 }) => none(&path),
-        error => error,
-    })?;
+    let found = if format == DataFormat::Parquet {
+        list_parquet(input, room)?
+    } else {
+        let kind = TextKind::Records;
+        let found = text::read(input, None, Reading { kind, skips }, room);
+        found.map_err(|error| match error {
+            Error::Data(DataError::NoText { path, skipped: 0 }) => none(&path),
+            error => error,
+        })?
+    };
     let files = found.files();
     let mut records = Records {
         documents: found.documents,
@@ -81,6 +86,24 @@ pub(crate) fn read(
     Ok((records, files))
 }
 
+/// The files of Parquet that an input names. Their rows stay there until they are parsed, and memory
+/// must have room for what is made of them.
+fn list_parquet(input: Input<'_>, (need, available): (Need, u64)) -> Result<Documents> {
+    let mut found = Documents::default();
+    for path in input.iter() {
+        let files = text::files_of(input.key, path, &parquet::is_one)?;
+        let bytes = files.iter().map(|file| file.bytes).sum::<u64>();
+        let needed = bytes.saturating_mul(need.per_byte);
+        text::check_room(path, (bytes, needed), available)?;
+        let empty = |file: text::Candidate| Document {
+            path: file.path,
+            text: Vec::new(),
+        };
+        found.documents.extend(files.into_iter().map(empty));
+    }
+    Ok(found)
+}
+
 /// The records of a document, one after the other.
 pub(crate) type Parsed<'a> = Box<dyn Iterator<Item = Result<Record>> + Send + 'a>;
 
@@ -93,7 +116,10 @@ impl Records {
     /// Parses one record after the other, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Result<Record>> {
         let documents = self.documents.iter();
-        documents.flat_map(|Document { path, text }| parse(path, text.as_slice(), self.format))
+        documents.flat_map(|Document { path, text }| match self.format {
+            DataFormat::Parquet => parquet::rows(path),
+            format => parse(path, text.as_slice(), format),
+        })
     }
 }
 
@@ -166,7 +192,7 @@ fn table<'a>(path: Arc<Path>, content: impl Read + Send + 'a, delimiter: u8) -> 
     })))
 }
 
-fn wrong(path: &Path, line: u64, reason: String) -> Error {
+pub(super) fn wrong(path: &Path, line: u64, reason: String) -> Error {
     Error::Data(DataError::Record {
         path: path.to_path_buf(),
         line,
@@ -175,6 +201,16 @@ fn wrong(path: &Path, line: u64, reason: String) -> Error {
 }
 
 impl Record {
+    /// The fields that stand in a line, or row, of a file.
+    #[cfg(feature = "parquet")]
+    pub(super) fn new(path: &Arc<Path>, line: u64, fields: Map<String, Value>) -> Self {
+        Self {
+            path: Arc::clone(path),
+            line,
+            fields,
+        }
+    }
+
     /// A field, if it is there.
     pub(crate) fn field(&self, name: &str) -> Option<&Value> {
         self.fields.get(name)

@@ -42,7 +42,7 @@ pub struct DataTokens {
 /// | `tokens` | a stream | a stream | | span corruption of a stream | |
 /// | `tensors` | yes | yes | yes | yes | yes |
 ///
-/// The format is `data.format`; records are `jsonl`, `csv` and `tsv`. Records for text classes may
+/// The format is `data.format`; records are `jsonl`, `csv`, `tsv` and `parquet`. Records for text classes may
 /// have `text_pair`; chats are `messages`, or `prompt` and `completion`.
 ///
 /// Each `text` of records is a document of a stream, except where texts have classes.
@@ -283,9 +283,9 @@ fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
         | (Objective::CausalLm | Objective::MaskedLm | Objective::SequenceToSequence, _)
         | (
             Objective::SequenceClassification,
-            DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv,
+            DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv | DataFormat::Parquet,
         ) => return Ok(()),
-        (Objective::SequenceClassification, _) => "jsonl, csv, tsv or tensors",
+        (Objective::SequenceClassification, _) => "jsonl, csv, tsv, parquet or tensors",
         _ => "tensors",
     };
     Err(Error::Data(DataError::DataKind {

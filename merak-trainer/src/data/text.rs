@@ -180,7 +180,7 @@ fn lines_of(file: &Candidate) -> Result<u64> {
 }
 
 /// Refuses `found` bytes of text where memory has no room for the bytes that they need.
-fn check_room(path: &Path, (found, needed): (u64, u64), available: u64) -> Result<()> {
+pub(super) fn check_room(path: &Path, (found, needed): (u64, u64), available: u64) -> Result<()> {
     if needed <= available {
         return Ok(());
     }

@@ -2,7 +2,11 @@
 
 use std::{
     io::BufReader,
-    sync::{Arc, atomic::AtomicU64},
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use serde_json::Value;
@@ -10,9 +14,10 @@ use serde_json::Value;
 use super::{
     crates::CrateSources,
     input::Input,
+    parquet,
     pieces::{Counted, FilePieces, Piece},
     plain::TextKind,
-    records::{self, Record},
+    records::{self, Parsed, Record},
     text::{Candidate, check_head, files_of},
 };
 use crate::{
@@ -84,7 +89,8 @@ impl Texts {
     fn add(&mut self, input: Input<'_>, skips: bool, left: &mut u64) -> Result<()> {
         for path in input.iter() {
             let before = (self.files.len(), self.skipped);
-            self.add_files(files_of(input.key, path, &|_| true)?, skips, left)?;
+            let takes = |path: &Path| self.format != DataFormat::Parquet || parquet::is_one(path);
+            self.add_files(files_of(input.key, path, &takes)?, skips, left)?;
             if self.files.len() > before.0 || *left == 0 {
                 continue;
             }
@@ -124,6 +130,9 @@ impl Texts {
 
     /// Whether a file is text: by its beginning, and `whole` if it may be passed over.
     fn check(&self, file: &Candidate, most: u64, whole: bool) -> Result<Result<()>> {
+        if !self.format.is_plain() {
+            return Ok(Ok(()));
+        }
         let head = check_head(file, self.kind)?;
         if head.is_err() || !whole {
             return Ok(head);
@@ -161,13 +170,19 @@ impl Texts {
     }
 
     fn open(&self, file: &Candidate, most: u64, fields: Fields, count: &Arc<AtomicU64>) -> Pieces {
-        let opened = if self.format == DataFormat::Text {
-            FilePieces::open(file, self.kind, most, count).map(|pieces| Box::new(pieces) as Pieces)
-        } else {
-            Counted::open(file, most, count).map(|content| {
-                let records = records::parse(&file.path, BufReader::new(content), self.format);
-                Box::new(records.map(move |record| piece_of(&record?, fields))) as Pieces
-            })
+        let of_records = |records: Parsed<'static>| {
+            Box::new(records.map(move |record| piece_of(&record?, fields))) as Pieces
+        };
+        let opened = match self.format {
+            DataFormat::Text => FilePieces::open(file, self.kind, most, count)
+                .map(|pieces| Box::new(pieces) as Pieces),
+            DataFormat::Parquet => {
+                count.fetch_add(most, Ordering::Relaxed);
+                Ok(of_records(parquet::rows(&file.path)))
+            }
+            format => Counted::open(file, most, count).map(|content| {
+                of_records(records::parse(&file.path, BufReader::new(content), format))
+            }),
         };
         opened.unwrap_or_else(|error| Box::new([Err(error)].into_iter()))
     }

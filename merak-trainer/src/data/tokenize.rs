@@ -21,7 +21,7 @@ use super::{
     plain::TextKind,
     source::count as counted,
     texts::{Fields, Texts},
-    token_file::{INDEX, TOKENIZER, TOKENS, TokenHeader, TokenWriter, trained_beside, unusable},
+    token_file::{INDEX, TOKENIZER, TOKENS, TokenHeader, TokenWriter, trained_beside},
     tokenizer::Tokenizer,
 };
 use crate::{
@@ -317,10 +317,7 @@ impl FolderDraft {
     /// Refuses a place that has something else than token files.
     fn new(folder: &Path) -> Result<Self> {
         let Some(name) = folder.file_name() else {
-            return Err(unusable(
-                folder,
-                "a folder of tokens needs a name of its own",
-            ));
+            return Err(not_tokens(folder, "it has no name of its own"));
         };
         let hidden = folder.with_file_name(format!(".{}.partial", name.to_string_lossy()));
         let (folder, metadata) = (folder.to_path_buf(), fs::symlink_metadata(folder));
@@ -333,10 +330,7 @@ impl FolderDraft {
                 .map(|name| format!("it has {name}")),
         };
         match others {
-            Some(found) => Err(Error::Data(DataError::NoTokenFolder {
-                path: folder,
-                found,
-            })),
+            Some(found) => Err(not_tokens(&folder, found)),
             None => Ok(Self { folder, hidden }),
         }
     }
@@ -391,6 +385,13 @@ impl Drop for FolderDraft {
         // Gone already where it was finished or never begun.
         let _ = fs::remove_dir_all(&self.hidden);
     }
+}
+
+fn not_tokens(path: &Path, found: impl Into<String>) -> Error {
+    Error::Data(DataError::NoTokenFolder {
+        path: path.to_path_buf(),
+        found: found.into(),
+    })
 }
 
 /// The first entry of a folder that does not belong to token files; an empty folder has none.

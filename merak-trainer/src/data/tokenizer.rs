@@ -105,10 +105,10 @@ impl Tokenizer {
         let pair = |&(first, second): &(u32, u32)| {
             json!([tokens[first as usize], tokens[second as usize]])
         };
-        let merges = merges.iter().map(pair).collect();
+        let merges: Vec<_> = merges.iter().map(pair).collect();
         let vocab = (0..).zip(&tokens);
         let vocab = vocab.map(|(id, token): (u32, _)| (token.clone(), id.into()));
-        let json = byte_level_bpe(vocab.collect(), merges, 0, true).to_string();
+        let json = byte_level_bpe(&vocab.collect(), &merges, 0, true).to_string();
         Self::parse(Path::new(TRAINED), json.as_bytes())
     }
 
@@ -506,14 +506,14 @@ fn bytes_as_hugging_face() -> Value {
         .enumerate()
         .map(|(byte, name)| (name.to_string(), Value::from(byte)))
         .collect();
-    byte_level_bpe(vocab, Vec::new(), BYTES_END, false)
+    byte_level_bpe(&vocab, &[], BYTES_END, false)
 }
 
 /// Byte-level BPE as the content of a `tokenizer.json`: its tokens, the pairs that become one, the
 /// token that ends a document, and whether words are parted by the pattern of GPT-2.
 fn byte_level_bpe(
-    vocab: Map<String, Value>,
-    merges: Vec<Value>,
+    vocab: &Map<String, Value>,
+    merges: &[Value],
     end: u32,
     parts_words: bool,
 ) -> Value {

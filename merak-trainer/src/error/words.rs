@@ -87,6 +87,7 @@ pub(super) fn other_share(part: &str) -> &'static str {
 pub(super) fn records_of(format: &str) -> &'static str {
     match format {
         "jsonl" => "a JSON object in each line",
+        "parquet" => "a row for each record, in files that end in .parquet",
         _ => "a line with the names of the columns and a line for each record",
     }
 }

@@ -11,6 +11,7 @@ mod launch; // ranks as processes
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
 mod output; // documents and formats
+mod parquet; // records in files of Parquet
 mod processes; // ranks in processes of their own
 mod reports; // event files, traces, the page
 mod runs; // one run per folder, signals, full disks
