@@ -9,6 +9,7 @@ pub(crate) mod launch;
 pub(crate) mod predict;
 pub(crate) mod schedule;
 mod session;
+pub(crate) mod tokenize;
 pub(crate) mod trace;
 pub(crate) mod train;
 

@@ -29,6 +29,7 @@
 //! ```
 
 mod bigram;
+mod bpe;
 mod chat;
 mod classes;
 mod content;
@@ -37,6 +38,7 @@ mod crates;
 mod dataset;
 mod evaluation;
 mod fingerprint;
+mod in_order;
 mod input;
 mod inputs;
 mod joined;
@@ -44,7 +46,9 @@ mod loader;
 mod masked;
 mod mixture;
 mod order;
+mod parquet;
 mod permutation;
+mod pieces;
 mod plain;
 mod records;
 mod rng;
@@ -55,6 +59,9 @@ mod store;
 mod tensor_files;
 mod tensors;
 mod text;
+mod texts;
+mod token_file;
+mod tokenize;
 mod tokenizer;
 mod tokens;
 mod translation;
@@ -83,6 +90,8 @@ pub use self::{
     store::{TokenStore, Tokens},
     tensor_files::TensorFiles,
     tensors::TensorDataset,
+    token_file::TokenFiles,
+    tokenize::{TextProgress, TextWork, Tokenized, tokenize},
     tokenizer::{Encoded, Tokenizer},
     tokens::TokenDataset,
     translation::{PairDataset, PairShape},

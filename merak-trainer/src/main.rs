@@ -32,6 +32,7 @@ enum Command {
     Launch(commands::launch::Args),
     Evaluate(commands::evaluate::Args),
     Predict(commands::predict::Args),
+    Tokenize(commands::tokenize::Args),
     Trace(commands::trace::Args),
     Schedule(commands::schedule::Args),
     Config(commands::config::Args),
@@ -55,7 +56,8 @@ impl Command {
     fn needs_no_ranks(&self) -> bool {
         matches!(
             self,
-            Self::Trace(_)
+            Self::Tokenize(_)
+                | Self::Trace(_)
                 | Self::Schedule(_)
                 | Self::Config(_)
                 | Self::Doctor(_)
@@ -113,6 +115,7 @@ fn run(cli: Cli, screen: &Screen) -> Outcome {
         Command::Launch(args) => commands::launch::run(args, &cli.log),
         Command::Evaluate(args) => commands::evaluate::run(args, screen),
         Command::Predict(args) => commands::predict::run(args, screen),
+        Command::Tokenize(args) => commands::tokenize::run(args, screen),
         Command::Trace(args) => commands::trace::run(args),
         Command::Schedule(args) => commands::schedule::run(&args),
         Command::Config(args) => commands::config::run(args),

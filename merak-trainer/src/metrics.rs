@@ -9,6 +9,7 @@ mod reporter;
 mod screen;
 mod tensorboard;
 mod times;
+mod tokenizing;
 
 pub use self::{
     file::{MetricsFile, StepMetrics},
@@ -20,5 +21,6 @@ pub use self::{
     screen::{EvaluationProgress, Screen},
     tensorboard::EventFile,
     times::{Readable, StepTimes},
+    tokenizing::TokenizingProgress,
 };
 pub use crate::{folder::METRICS_FILE, trainer::EvaluationMetrics};

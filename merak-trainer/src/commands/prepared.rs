@@ -5,6 +5,7 @@ use super::{
     environment,
     model::{Loaded, companions, read},
     output,
+    session::trained_tokenizer,
 };
 use merak_ckpt::{
     Checksum, HfFolder,
@@ -14,7 +15,7 @@ use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
     CheckedArguments, Config, ConfigError, CostCache, CostModel, DataFormat, Error, FasterSchedule,
     FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, Room, RunFolder,
-    SeqLength, TrainSchedule, TrainerParts, Workload, World,
+    SeqLength, TokenizerSource, TrainSchedule, TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Dataset, Datasets, Joined, ModelInputs, Source, Tokenizer},
     keys,
     metrics::{Page, Peak},
@@ -230,7 +231,7 @@ impl Prepared {
     fn new(config: &Config, purpose: Purpose, world: &World) -> Result<Self> {
         let checked = config.check()?;
         let mut model = Loaded::of(&checked)?;
-        let args = model.complete(checked)?;
+        let args = with_tokenizer(model.complete(checked)?)?;
         check_unused(config, &*model.model)?;
         let crates = environment::crate_sources(config.file());
         let source = Source::load(&args.data, &*model.model, &crates)?;
@@ -588,13 +589,13 @@ const OF_HIDDEN_TOKENS: [(&str, &[Objective]); 4] = {
 /// Refuses values that would be ignored.
 fn check_unused(config: &Config, model: &dyn Model) -> Result<()> {
     let values = config.to_json();
-    let has_text = config.arguments().data.format != DataFormat::Tensors;
+    let has_tokens = config.arguments().data.format != DataFormat::Tensors;
     for (name, users) in OF_HIDDEN_TOKENS {
         let Some(key) = keys().find(|key| key.name == name) else {
             continue;
         };
         let (value, default) = (&values[name]["value"], (key.default)());
-        let is_used = has_text && users.contains(&model.objective());
+        let is_used = has_tokens && users.contains(&model.objective());
         if !is_used && *value != default {
             let (family, objective) = (model.info().family, model.objective());
             return Err(Error::Config(ConfigError::IllegalValue {
@@ -626,6 +627,16 @@ fn check_data(args: &CheckedArguments, inputs: &ModelInputs, datasets: &Datasets
         inputs.check(0, &data.get(0)?)?;
     }
     Ok(total_steps)
+}
+
+/// The arguments with the tokenizer of the checkpoint that they go on from, where it was trained.
+fn with_tokenizer(args: CheckedArguments) -> Result<CheckedArguments> {
+    let Some(file) = trained_tokenizer(&args) else {
+        return Ok(args);
+    };
+    let mut args = args.into_arguments();
+    args.data.tokenizer = TokenizerSource::File(file);
+    args.check()
 }
 
 /// The arguments with the lengths that the data decide on.

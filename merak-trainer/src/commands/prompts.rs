@@ -5,9 +5,8 @@ use super::{
     Outcome,
     model::Loaded,
     output,
-    session::{Session, own_adapter},
+    session::{Session, own_adapter, resumed, trained_tokenizer},
 };
-use merak_ckpt::Checkpoint;
 use merak_trainer::{
     Config, Error, InputPath, MerakArguments, MerakTrainer, Origin, Result, World, data::Tokenizer,
 };
@@ -88,14 +87,9 @@ fn continue_lines(session: &Session, world: &World) -> Result<usize> {
     })
 }
 
-/// The checkpoint's own adapter. A checkpoint that cannot be opened is reported where its weights
-/// are read.
+/// The checkpoint's own adapter.
 fn resumed_adapter(arguments: &MerakArguments) -> Option<(PathBuf, String)> {
-    let folder = match arguments.resume_from_checkpoint.as_deref()? {
-        "auto" | "latest" => arguments.output_dir.clone()?,
-        path => path.into(),
-    };
-    own_adapter(&Checkpoint::open_weights(folder).ok()?)
+    own_adapter(&resumed(arguments)?)
 }
 
 /// The tokenizer that the configuration names, or that of `model.hf_dir`.
@@ -106,6 +100,9 @@ fn tokenizer(config: &Config) -> Result<Option<Tokenizer>> {
         .hf_dir
         .as_ref()
         .map(|folder| folder.0.join("tokenizer.json"));
+    if let Some(file) = trained_tokenizer(arguments) {
+        return Tokenizer::from_file(&file).map(Some);
+    }
     match file {
         _ if config.origin("data.tokenizer") != Origin::Default => {
             Tokenizer::load(&arguments.data.tokenizer).map(Some)

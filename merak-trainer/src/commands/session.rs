@@ -3,8 +3,9 @@
 use super::{model::Loaded, output};
 use merak_ckpt::{Checkpoint, Completion, GenerateOptions, NewToken};
 use merak_trainer::{
-    ADAPTER_CONFIG, CheckedArguments, ConfigError, Error, MerakTrainer, Plan, PlanInputs, Result,
-    StopStrings, TrainerParts, Workload, World, data::Tokenizer,
+    ADAPTER_CONFIG, CheckedArguments, ConfigError, Error, MerakArguments, MerakTrainer, Plan,
+    PlanInputs, Result, StopStrings, TokenizerSource, TrainerParts, Workload, World,
+    data::Tokenizer,
 };
 use std::{collections::BTreeMap, ops::ControlFlow, path::PathBuf, sync::Arc};
 
@@ -125,6 +126,26 @@ impl Session {
             None => parse_ids(&String::from_utf8_lossy(prompt)),
         }
     }
+}
+
+/// The checkpoint that a configuration goes on from. One that cannot be opened is reported where its
+/// weights are read.
+pub(crate) fn resumed(arguments: &MerakArguments) -> Option<Checkpoint> {
+    let folder = match arguments.resume_from_checkpoint.as_deref()? {
+        "auto" | "latest" => arguments.output_dir.clone()?,
+        path => path.into(),
+    };
+    Checkpoint::open_weights(folder).ok()
+}
+
+/// The tokenizer of that checkpoint in place of one that is to be trained, which other data would
+/// make another one.
+pub(crate) fn trained_tokenizer(arguments: &MerakArguments) -> Option<PathBuf> {
+    let TokenizerSource::TrainBpe(_) = arguments.data.tokenizer else {
+        return None;
+    };
+    let file = resumed(arguments)?.path().join("tokenizer.json");
+    file.is_file().then_some(file)
 }
 
 /// The adapter that a checkpoint has beside its weights: its description and its name.

@@ -20,7 +20,8 @@ use super::{
     keys::{MerakArguments, VALIDATION_FRACTION, keys},
     range::Number,
     schedule::TrainSchedule,
-    special::Ratios,
+    setting::Setting,
+    special::{Ratios, TokenizerSource},
 };
 use crate::error::{ConfigError, Error, Result};
 
@@ -511,8 +512,18 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     )
 }
 
-fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+fn check_format(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let data = &a.data;
+    if data.format == DataFormat::Parquet && !cfg!(feature = "parquet") {
+        let key = "data.format";
+        return Err(Error::Config(ConfigError::NotBuilt {
+            key,
+            found: format!("\"{}\"", data.format),
+            place: (checker.place)(key),
+            feature: "parquet",
+            instead: "jsonl",
+        }));
+    }
     let is_text = data.format == DataFormat::Text;
     checker.require(
         is_text || data.max_bytes.is_none(),
@@ -521,11 +532,26 @@ fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "unset unless \"data.format\" is \"text\"",
     )?;
     checker.require(
-        data.format != DataFormat::Tensors || !data.skip_binary,
+        data.format.is_plain() || !data.skip_binary,
         "data.skip_binary",
         data.skip_binary,
-        "false under \"data.format\" tensors, whose files hold no text",
+        format_args!(
+            "false under \"data.format\" {}, whose files are no text",
+            data.format
+        ),
     )?;
+    let trains = matches!(data.tokenizer, TokenizerSource::TrainBpe(_));
+    checker.require(
+        data.format != DataFormat::Tensors || !trains,
+        "data.tokenizer",
+        data.tokenizer.to_value(),
+        "\"bytes\" or a file under \"data.format\" tensors, whose files hold no text to train on",
+    )
+}
+
+fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    check_format(a, checker)?;
+    let data = &a.data;
     let (path, mixture) = (data.path.as_ref(), data.mixture.as_ref());
     checker.require(
         path.is_none() || mixture.is_none(),

@@ -144,11 +144,15 @@ choices! {
         Csv = "csv",
         /// The same, parted by tabs.
         Tsv = "tsv",
+        /// The same as Parquet files, in builds with the feature `parquet`.
+        Parquet = "parquet",
         /// Safetensors files: the inputs of the model by name, their first dimension counting
         /// samples.
         Tensors = "tensors",
+        /// Token files, as `merak tokenize` writes them.
+        Tokens = "tokens",
     }
-    later ["parquet", "tokens", "images"]
+    later ["images"]
 }
 
 choices! {
@@ -166,6 +170,18 @@ choices! {
         Nccl = "nccl",
     }
     later []
+}
+
+impl DataFormat {
+    /// Whether the files are text themselves.
+    pub fn is_plain(self) -> bool {
+        self.is_text() && self != Self::Parquet
+    }
+
+    /// Whether the files hold text, which a tokenizer turns into tokens.
+    pub fn is_text(self) -> bool {
+        !matches!(self, Self::Tensors | Self::Tokens)
+    }
 }
 
 impl From<EngineChoice> for EngineKind {

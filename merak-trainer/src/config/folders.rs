@@ -1,6 +1,6 @@
 //! Folders given in place of a file in them.
 
-use super::{Config, Origin, special::TokenizerSource};
+use super::{Config, Origin, choice::DataFormat, special::TokenizerSource};
 use crate::error::ConfigError;
 use merak_ckpt::words::file;
 use std::{
@@ -17,7 +17,7 @@ const TOKENIZER: &str = "tokenizer.json";
 impl Config {
     /// Replaces a folder given for `model.config` or `data.tokenizer` by the file of that kind in
     /// it. Where no layer sets a tokenizer, a model that starts from weights gets the one beside
-    /// them.
+    /// them, and another one that of its token files.
     pub(super) fn look_into_folders(&mut self) {
         if let Some(path) = &mut self.arguments.model.config {
             path.0 = inside(&path.0, "config.json");
@@ -25,16 +25,39 @@ impl Config {
         if let TokenizerSource::File(path) = &mut self.arguments.data.tokenizer {
             *path = inside(path, TOKENIZER);
         }
-        let Some(folder) = &self.arguments.model.hf_dir else {
+        if self.origin("data.tokenizer") != Origin::Default {
             return;
-        };
-        let file = folder.0.join(TOKENIZER);
-        if self.origin("data.tokenizer") == Origin::Default && file.is_file() {
-            self.arguments.data.tokenizer = TokenizerSource::File(file);
-            let folder = self.values.get("model.hf_dir").cloned();
-            self.values
-                .extend(folder.map(|folder| ("data.tokenizer".to_owned(), folder)));
         }
+        let of_model = self.arguments.model.hf_dir.as_ref();
+        let of_model = of_model.map(|folder| ("model.hf_dir", folder.0.join(TOKENIZER)));
+        let found = of_model.into_iter().chain(self.tokenizer_of_tokens());
+        let mut found = found.filter(|(_, file)| file.is_file());
+        if let Some((key, file)) = found.next() {
+            self.arguments.data.tokenizer = TokenizerSource::File(file);
+            let place = self.values.get(key).cloned();
+            self.values
+                .extend(place.map(|place| ("data.tokenizer".to_owned(), place)));
+        }
+    }
+
+    /// The tokenizer that the first token files lie beside, and the key that names them.
+    fn tokenizer_of_tokens(&self) -> Option<(&'static str, PathBuf)> {
+        let data = &self.arguments.data;
+        if data.format != DataFormat::Tokens {
+            return None;
+        }
+        let (key, paths) = match (&data.mixture, &data.path) {
+            (Some(mixture), _) => ("data.mixture", &mixture.parts()[0].path),
+            (None, Some(path)) => ("data.path", path),
+            (None, None) => return None,
+        };
+        let first = paths.first();
+        let folder = if first.is_dir() {
+            first
+        } else {
+            first.parent()?
+        };
+        Some((key, folder.join(TOKENIZER)))
     }
 }
 

@@ -424,7 +424,8 @@ settings! {
         validation_path: Option<InputPaths> = None,
         /// What the files hold.
         format: DataFormat = DataFormat::Text,
-        /// How text becomes tokens: `bytes`, or the path of a tokenizer.json.
+        /// How text becomes tokens: `bytes`, the path of a tokenizer.json, or `{ train_bpe = N }`
+        /// for byte-level BPE of N tokens, trained on the data; unset with token files: theirs.
         tokenizer: TokenizerSource = TokenizerSource::Bytes,
         /// File with the Jinja template of chats; unset: the one beside the tokenizer,
         /// `chat_template.jinja` or in `tokenizer_config.json`.

@@ -7,11 +7,11 @@ use std::{
 };
 
 use merak_ckpt::{ADAPTER_NAMES, EarlyStopping, is_adapter_name};
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
 use super::{
     range::Range,
-    setting::{Refusal, Setting, absolute},
+    setting::{Refusal, Setting, absolute, whole},
     strict,
 };
 
@@ -85,19 +85,52 @@ pub enum TokenizerSource {
     Bytes,
     /// A Hugging Face `tokenizer.json`; a file names it relative to itself.
     File(PathBuf),
+    /// Byte-level BPE of at most so many tokens, trained on the data.
+    TrainBpe(usize),
+}
+
+impl TokenizerSource {
+    /// The entry of a tokenizer that is to be trained.
+    const TRAIN_BPE: &'static str = "train_bpe";
+
+    /// Least tokens of byte-level BPE: the bytes and the end of a document.
+    const LEAST_TOKENS: usize = 257;
+
+    /// Most tokens that are trained: four times the largest vocabularies in use.
+    const MOST_TOKENS: usize = 1 << 20;
+
+    /// A tokenizer that is to be trained, from its table.
+    fn from_table(table: &Map<String, Value>) -> Result<Self, Refusal> {
+        if let Some(unknown) = table.keys().find(|name| *name != Self::TRAIN_BPE) {
+            return Err(super::choice::refuse(
+                unknown,
+                [Self::TRAIN_BPE].into_iter(),
+                &[],
+            ));
+        }
+        let found = table.get(Self::TRAIN_BPE).ok_or(Refusal::Type)?;
+        let tokens = whole(found).and_then(|tokens| usize::try_from(tokens).ok());
+        let range = Self::LEAST_TOKENS..=Self::MOST_TOKENS;
+        tokens
+            .filter(|tokens| range.contains(tokens))
+            .map(Self::TrainBpe)
+            .ok_or_else(|| Refusal::Entry {
+                name: Self::TRAIN_BPE,
+                expected: format!("an integer from {} to {}", range.start(), range.end()),
+                found: found.clone(),
+            })
+    }
 }
 
 impl Setting for TokenizerSource {
     fn expected(_: Range) -> String {
-        r#""bytes" or the path of a tokenizer.json"#.into()
+        r#""bytes", the path of a tokenizer.json, or a table such as { train_bpe = 8192 }"#.into()
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
         match value {
             Value::String(text) => Self::from_text(text),
-            Value::Object(table) if table.contains_key("train_bpe") => Err(Refusal::NotAvailable {
-                instead: Self::expected(Range::ANY),
-            }),
+            Value::Object(table) => Self::from_table(table),
             _ => Err(Refusal::Type),
         }
     }
@@ -115,6 +148,7 @@ impl Setting for TokenizerSource {
         match self {
             Self::Bytes => Value::from("bytes"),
             Self::File(path) => path.to_value(),
+            Self::TrainBpe(tokens) => json!({ Self::TRAIN_BPE: tokens }),
         }
     }
 
@@ -443,7 +477,6 @@ impl Setting for LrScales {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn the_longest_part_of_a_name_gives_the_learning_rate() {
@@ -513,15 +546,24 @@ mod tests {
     }
 
     #[test]
-    fn a_tokenizer_to_train_is_a_later_version() {
+    fn a_tokenizer_to_train_has_a_size() {
         let train = json!({"train_bpe": 4096});
-        assert!(matches!(
+        for read in [
             TokenizerSource::from_value(&train),
-            Err(Refusal::NotAvailable { .. })
-        ));
-        assert!(matches!(
             TokenizerSource::from_text(r#"{"train_bpe": 4096}"#),
-            Err(Refusal::NotAvailable { .. })
-        ));
+        ] {
+            assert_eq!(read, Ok(TokenizerSource::TrainBpe(4096)));
+        }
+        assert_eq!(TokenizerSource::TrainBpe(4096).to_value(), train);
+        for wrong in [json!(256), json!(2_000_000), json!("many"), json!(300.5)] {
+            let refused = TokenizerSource::from_value(&json!({"train_bpe": wrong}));
+            assert!(matches!(refused, Err(Refusal::Entry { .. })), "{refused:?}");
+        }
+        let unknown = TokenizerSource::from_value(&json!({"train_bpes": 4096}));
+        assert!(
+            matches!(unknown, Err(Refusal::Choice { .. })),
+            "{unknown:?}"
+        );
+        assert_eq!(TokenizerSource::from_value(&json!({})), Err(Refusal::Type));
     }
 }

@@ -13,9 +13,11 @@ use super::{
     records::{self, Records},
     samples::{Maker, PAIR_BYTES, TEXT_BYTES},
     source::{Datasets, Reader, count},
+    store::Tokens,
     tensor_files::TensorFiles,
     tensors::TensorDataset,
     text::Need,
+    token_file::TokenFiles,
     tokenizer::Tokenizer,
 };
 use crate::{
@@ -57,16 +59,28 @@ impl Reader<'_> {
         input.blamed(match format {
             DataFormat::Text => self.read_text(Some(input), fraction),
             DataFormat::Tensors => read_tensors(input, fraction),
-            DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv => {
+            DataFormat::Tokens => self.read_tokens(input, fraction),
+            DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv | DataFormat::Parquet => {
                 self.read_records(input, fraction)
             }
         })
     }
 
-    /// The tokenizer of data that are text.
+    /// The tokenizer of data that are text or tokens.
     fn text_tokenizer(&self) -> Tokenizer {
         let tokenizer = self.tokenizer.clone();
-        tokenizer.expect("formats of text have a tokenizer")
+        tokenizer.expect("formats of text and tokens have a tokenizer")
+    }
+
+    fn read_tokens(&self, input: Input<'_>, fraction: f64) -> Result<Content> {
+        let tokenizer = self.text_tokenizer();
+        let files = TokenFiles::open_all(input, &tokenizer)?;
+        let (paths, number) = (input.describe(), count(files.num_files(), "token file"));
+        let documents = usize::try_from(files.num_documents()).unwrap_or(usize::MAX);
+        let description = format!("{paths}: {number}, {}", count(documents, "document"));
+        let tokens = Tokens::new(Arc::new(files));
+        let corpus = Corpus::split(tokenizer, &tokens, fraction, description);
+        Ok(Content::of_stream(corpus, fraction))
     }
 
     fn read_text(&self, input: Option<Input<'_>>, fraction: f64) -> Result<Content> {

@@ -6,6 +6,7 @@ use super::{
     input::Input,
     store::Tokens,
     text::{self, Documents, Need, Reading},
+    tokenize::tokenizer_of,
     tokenizer::Tokenizer,
 };
 use crate::{config::DataArguments, error::Result, machine::available_bytes};
@@ -38,7 +39,7 @@ impl Corpus {
     /// Missing or empty data, files that are not text unless `skip_binary` is set, and a tokenizer
     /// that cannot be used.
     pub fn load(arguments: &DataArguments, crates: &CrateSources) -> Result<Self> {
-        let tokenizer = Tokenizer::load(&arguments.tokenizer)?;
+        let tokenizer = tokenizer_of(arguments, crates)?;
         let input = arguments.path.as_ref().map(Input::data);
         let (texts, description) = read(input, arguments, crates, &tokenizer)?;
         Self::of_documents(
@@ -69,7 +70,7 @@ impl Corpus {
     ) -> Result<Self> {
         let mut tokens = Vec::new();
         for text in texts {
-            tokens.extend(tokenizer.encode(text?.as_ref())?);
+            tokenizer.encode_into(text?.as_ref(), &mut tokens)?;
             tokens.extend(tokenizer.end_of_document());
         }
         tracing::info!(tokens = tokens.len(), description, "read the data");

@@ -72,7 +72,8 @@ impl CrateSources {
         read_up_to(&files, max_bytes.unwrap_or(DEFAULT_MAX_BYTES), reading)
     }
 
-    fn files(&self, max_bytes: Option<usize>) -> Result<Vec<Candidate>> {
+    /// These files by their paths.
+    pub(super) fn files(&self, max_bytes: Option<usize>) -> Result<Vec<Candidate>> {
         let missing = |reason: String| Error::Data(DataError::NoDefaultText { reason });
         let lock = self
             .lock_file()

@@ -14,9 +14,11 @@ use super::{
     chat,
     crates::CrateSources,
     input::Input,
+    parquet,
     source::count,
     tensor_files,
     text::{Candidate, cannot_read, files_of},
+    token_file,
     tokenizer::Tokenizer,
 };
 use crate::{
@@ -134,7 +136,7 @@ impl DataFingerprint {
 }
 
 impl TokenizerFingerprint {
-    fn of(tokenizer: &Tokenizer) -> Result<Self> {
+    pub(super) fn of(tokenizer: &Tokenizer) -> Result<Self> {
         Ok(Self {
             tokens: tokenizer.vocab_size() as u64,
             checksum: Checksum::of(tokenizer.to_json()?.as_bytes()),
@@ -209,7 +211,12 @@ fn named(
     path: &Path,
     arguments: &DataArguments,
 ) -> Result<Vec<(String, Candidate)>> {
-    let takes = |path: &Path| arguments.format != DataFormat::Tensors || tensor_files::is_one(path);
+    let takes = |path: &Path| match arguments.format {
+        DataFormat::Tensors => tensor_files::is_one(path),
+        DataFormat::Tokens => token_file::is_one(path),
+        DataFormat::Parquet => parquet::is_one(path),
+        _ => true,
+    };
     let files = files_of(key, path, &takes)?;
     let root = if path.is_dir() {
         path

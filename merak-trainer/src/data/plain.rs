@@ -35,7 +35,7 @@ enum Found {
 
 /// Formats by their first bytes. Some of these are letters, so they only name files already found
 /// not to be text.
-const FORMATS: [(&[u8], &str); 20] = [
+const FORMATS: [(&[u8], &str); 21] = [
     (b"\x89PNG\r\n\x1a\n", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
     (b"GIF8", "a GIF image"),
@@ -51,7 +51,8 @@ const FORMATS: [(&[u8], &str); 20] = [
     (b"\x7fELF", "a program (ELF)"),
     (b"MZ", "a program (PE)"),
     (b"%PDF-", "a PDF file"),
-    (b"PAR1", "a Parquet file"),
+    (b"MERAKTOK", TOKENS),
+    (b"PAR1", PARQUET),
     (b"ARROW1", "an Arrow file"),
     (b"\x93NUMPY", "a NumPy array"),
     (b"\x89HDF", "an HDF5 file"),
@@ -63,19 +64,38 @@ const FORMATS: [(&[u8], &str); 20] = [
 
 const SAFETENSORS: &str = "a safetensors file";
 
+const TOKENS: &str = "a token file";
+
+const PARQUET: &str = "a Parquet file";
+
 /// The most bytes that the header of a safetensors file takes.
 const MAX_HEADER: u64 = 100_000_000;
 
 /// Byte order mark that some editors put before UTF-8; it does not belong to the text.
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+pub(crate) const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
+/// What comes before a piece of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Before {
+    pub(crate) bytes: usize,
+    /// Line ends.
+    pub(crate) lines: usize,
+}
 
 /// Makes text of the bytes of a file, without a byte order mark at its beginning. Where the file
 /// has more bytes (`is_cut`), an incomplete character at the end is dropped.
-pub(crate) fn text_of(
+pub(crate) fn text_of(bytes: Vec<u8>, kind: TextKind, is_cut: bool) -> Result<Vec<u8>, NotText> {
+    piece_of(bytes, kind, is_cut, Before::default())
+}
+
+/// [`text_of`] for a piece of a file.
+pub(crate) fn piece_of(
     mut bytes: Vec<u8>,
     kind: TextKind,
     is_cut: bool,
+    before: Before,
 ) -> Result<Vec<u8>, NotText> {
+    let is_first = before.bytes == 0;
     let utf8 = std::str::from_utf8(&bytes).err();
     let is_whole = |error: &std::str::Utf8Error| !is_cut || error.error_len().is_some();
     let cut_at = utf8.filter(|error| !is_whole(error));
@@ -83,24 +103,24 @@ pub(crate) fn text_of(
     let zero = bytes.iter().position(|byte| *byte == 0);
     let first = zero.into_iter().chain(wrong).min();
     // The first bytes tell the format, wherever the first wrong byte lies.
-    if let Some(format) = first.and_then(|_| format_of(&bytes)) {
+    if let Some(format) = first.filter(|_| is_first).and_then(|_| format_of(&bytes)) {
         let found = Found::Format(format);
         return Err(NotText { offset: 0, found });
     }
     if let Some(offset) = zero {
-        let found = Found::Zero;
+        let (offset, found) = (before.bytes + offset, Found::Zero);
         return Err(NotText { offset, found });
     }
     if let Some(offset) = wrong.filter(|_| kind != TextKind::Bytes) {
         let byte = bytes[offset];
-        let line = bytes[..offset].split(|byte| *byte == b'\n').count();
-        let found = Found::NotUtf8 { byte, line };
+        let line = before.lines + bytes[..offset].split(|byte| *byte == b'\n').count();
+        let (offset, found) = (before.bytes + offset, Found::NotUtf8 { byte, line });
         return Err(NotText { offset, found });
     }
     if let Some(error) = cut_at.filter(|_| kind != TextKind::Bytes) {
         bytes.truncate(error.valid_up_to());
     }
-    if bytes.starts_with(BYTE_ORDER_MARK) {
+    if is_first && bytes.starts_with(BYTE_ORDER_MARK) {
         bytes.drain(..BYTE_ORDER_MARK.len());
     }
     Ok(bytes)
@@ -132,6 +152,8 @@ impl NotText {
             (Found::Format(SAFETENSORS), TextKind::Bytes | TextKind::Utf8) => {
                 "set \"data.format\" to \"tensors\" if it holds samples"
             }
+            (Found::Format(PARQUET), _) => "set \"data.format\" to \"parquet\" if it holds records",
+            (Found::Format(TOKENS), _) => "set \"data.format\" to \"tokens\"",
             (Found::Format(_) | Found::Zero, _) => "leave it out of \"data.path\"",
             (_, TextKind::Utf8) => {
                 "convert it, or set \"data.tokenizer\" to \"bytes\", which keeps such bytes as they are"

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    io::{self, BufRead, Read},
     path::Path,
     sync::Arc,
 };
@@ -10,8 +11,9 @@ use serde_json::{Map, Value};
 
 use super::{
     input::Input,
-    plain::TextKind,
-    text::{self, Document, Need, Reading},
+    parquet,
+    plain::{BYTE_ORDER_MARK, TextKind},
+    text::{self, Document, Documents, Need, Reading},
 };
 use crate::{
     config::DataFormat,
@@ -56,12 +58,16 @@ pub(crate) fn read(
             format: format.as_str(),
         })
     };
-    let kind = TextKind::Records;
-    let found = text::read(input, None, Reading { kind, skips }, room);
-    let found = found.map_err(|error| match error {
-        Error::Data(DataError::NoText { path, skipped: 0 }) => none(&path),
-        error => error,
-    })?;
+    let found = if format == DataFormat::Parquet {
+        list_parquet(input, room)?
+    } else {
+        let kind = TextKind::Records;
+        let found = text::read(input, None, Reading { kind, skips }, room);
+        found.map_err(|error| match error {
+            Error::Data(DataError::NoText { path, skipped: 0 }) => none(&path),
+            error => error,
+        })?
+    };
     let files = found.files();
     let mut records = Records {
         documents: found.documents,
@@ -80,8 +86,26 @@ pub(crate) fn read(
     Ok((records, files))
 }
 
+/// The files of Parquet that an input names. Their rows stay there until they are parsed, and memory
+/// must have room for what is made of them.
+fn list_parquet(input: Input<'_>, (need, available): (Need, u64)) -> Result<Documents> {
+    let mut found = Documents::default();
+    for path in input.iter() {
+        let files = text::files_of(input.key, path, &parquet::is_one)?;
+        let bytes = files.iter().map(|file| file.bytes).sum::<u64>();
+        let needed = bytes.saturating_mul(need.per_byte);
+        text::check_room(path, (bytes, needed), available)?;
+        let empty = |file: text::Candidate| Document {
+            path: file.path,
+            text: Vec::new(),
+        };
+        found.documents.extend(files.into_iter().map(empty));
+    }
+    Ok(found)
+}
+
 /// The records of a document, one after the other.
-type Parsed<'a> = Box<dyn Iterator<Item = Result<Record>> + 'a>;
+pub(crate) type Parsed<'a> = Box<dyn Iterator<Item = Result<Record>> + Send + 'a>;
 
 impl Records {
     /// How many there are, which is at least one.
@@ -91,41 +115,57 @@ impl Records {
 
     /// Parses one record after the other, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Result<Record>> {
-        let parse = |document| match self.format {
-            DataFormat::Csv => table(document, b','),
-            DataFormat::Tsv => table(document, b'\t'),
-            _ => Ok(json_lines(document)),
-        };
-        let failed = |error| Box::new([Err(error)].into_iter()) as Parsed<'_>;
         let documents = self.documents.iter();
-        documents.flat_map(move |document| parse(document).unwrap_or_else(failed))
+        documents.flat_map(|Document { path, text }| match self.format {
+            DataFormat::Parquet => parquet::rows(path),
+            format => parse(path, text.as_slice(), format),
+        })
     }
 }
 
-fn json_lines(document: &Document) -> Parsed<'_> {
-    let path: Arc<Path> = document.path.as_path().into();
-    let lines = (1..).zip(document.text.split(|&byte| byte == b'\n'));
-    let lines = lines.filter(|(_, line)| !line.trim_ascii().is_empty());
-    Box::new(lines.map(move |(number, line)| {
+/// Parses the records of a file one after the other, in order.
+pub(crate) fn parse<'a>(
+    path: &Path,
+    content: impl BufRead + Send + 'a,
+    format: DataFormat,
+) -> Parsed<'a> {
+    let path: Arc<Path> = path.into();
+    let parsed = match format {
+        DataFormat::Csv => table(path, content, b','),
+        DataFormat::Tsv => table(path, content, b'\t'),
+        _ => Ok(json_lines(path, content)),
+    };
+    parsed.unwrap_or_else(|error| Box::new([Err(error)].into_iter()))
+}
+
+fn json_lines<'a>(path: Arc<Path>, content: impl BufRead + Send + 'a) -> Parsed<'a> {
+    let parse = move |(number, line): (u64, io::Result<Vec<u8>>)| {
         let wrong = |reason: String| wrong(&path, number, reason);
+        let line = line.map_err(|source| text::cannot_read(&path, source))?;
+        let mark = line.strip_prefix(BYTE_ORDER_MARK).filter(|_| number == 1);
+        let line = mark.unwrap_or(&line);
+        if line.trim_ascii().is_empty() {
+            return Ok(None);
+        }
         let value: Value = serde_json::from_slice(line)
             .map_err(|error| wrong(format!("the line is no JSON: {error}")))?;
         let Value::Object(fields) = value else {
             return Err(wrong(format!("the line is {value}, expected an object")));
         };
-        Ok(Record {
+        Ok(Some(Record {
             path: Arc::clone(&path),
             line: number,
             fields,
-        })
-    }))
+        }))
+    };
+    let lines = (1..).zip(content.split(b'\n'));
+    Box::new(lines.map(parse).filter_map(Result::transpose))
 }
 
-fn table(document: &Document, delimiter: u8) -> Result<Parsed<'_>> {
-    let path: Arc<Path> = document.path.as_path().into();
+fn table<'a>(path: Arc<Path>, content: impl Read + Send + 'a, delimiter: u8) -> Result<Parsed<'a>> {
     let mut reader = csv::ReaderBuilder::new()
         .delimiter(delimiter)
-        .from_reader(document.text.as_slice());
+        .from_reader(content);
     let failed = |path: &Path, error: csv::Error| {
         let line = error.position().map_or(1, csv::Position::line);
         wrong(path, line, error.to_string())
@@ -152,7 +192,7 @@ fn table(document: &Document, delimiter: u8) -> Result<Parsed<'_>> {
     })))
 }
 
-fn wrong(path: &Path, line: u64, reason: String) -> Error {
+pub(super) fn wrong(path: &Path, line: u64, reason: String) -> Error {
     Error::Data(DataError::Record {
         path: path.to_path_buf(),
         line,
@@ -161,9 +201,24 @@ fn wrong(path: &Path, line: u64, reason: String) -> Error {
 }
 
 impl Record {
+    /// The fields that stand in a line, or row, of a file.
+    #[cfg(feature = "parquet")]
+    pub(super) fn new(path: &Arc<Path>, line: u64, fields: Map<String, Value>) -> Self {
+        Self {
+            path: Arc::clone(path),
+            line,
+            fields,
+        }
+    }
+
     /// A field, if it is there.
     pub(crate) fn field(&self, name: &str) -> Option<&Value> {
         self.fields.get(name)
+    }
+
+    /// The values of all fields.
+    pub(crate) fn values(&self) -> impl Iterator<Item = &Value> {
+        self.fields.values()
     }
 
     /// Whether it has a field.

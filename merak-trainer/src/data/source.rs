@@ -14,6 +14,7 @@ use super::{
     inputs::ModelInputs,
     mixture::{Joined, MixtureDataset},
     samples::{Maker, corruption},
+    tokenize::tokenizer_of,
     tokenizer::Tokenizer,
 };
 use crate::{
@@ -38,9 +39,10 @@ pub struct DataTokens {
 /// |---|---|---|---|---|---|
 /// | `text` | a stream | a stream | | span corruption of a stream | |
 /// | records | `text`; chats | `text` | `text`, `label` | `source`, `target`; or `text` | |
+/// | `tokens` | a stream | a stream | | span corruption of a stream | |
 /// | `tensors` | yes | yes | yes | yes | yes |
 ///
-/// The format is `data.format`; records are `jsonl`, `csv` and `tsv`. Records for text classes may
+/// The format is `data.format`; records are `jsonl`, `csv`, `tsv` and `parquet`. Records for text classes may
 /// have `text_pair`; chats are `messages`, or `prompt` and `completion`.
 ///
 /// Each `text` of records is a document of a stream, except where texts have classes.
@@ -94,7 +96,7 @@ impl Source {
             arguments,
             objective: model.objective(),
             crates,
-            tokenizer: tokenizer_of(arguments)?,
+            tokenizer: tokenizer_if_any(arguments, crates)?,
         };
         check_vocabulary(reader.tokenizer.as_ref(), model)?;
         let fraction = match arguments.validation_path {
@@ -252,11 +254,10 @@ impl Source {
 }
 
 /// The tokenizer of the data; none where there is no text and no tokenizer file.
-fn tokenizer_of(arguments: &DataArguments) -> Result<Option<Tokenizer>> {
-    let has_text = arguments.format != DataFormat::Tensors;
-    match &arguments.tokenizer {
-        TokenizerSource::Bytes if !has_text => Ok(None),
-        source => Tokenizer::load(source).map(Some),
+fn tokenizer_if_any(arguments: &DataArguments, crates: &CrateSources) -> Result<Option<Tokenizer>> {
+    match (&arguments.tokenizer, arguments.format) {
+        (TokenizerSource::Bytes, DataFormat::Tensors) => Ok(None),
+        _ => tokenizer_of(arguments, crates).map(Some),
     }
 }
 
@@ -282,9 +283,9 @@ fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
         | (Objective::CausalLm | Objective::MaskedLm | Objective::SequenceToSequence, _)
         | (
             Objective::SequenceClassification,
-            DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv,
+            DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv | DataFormat::Parquet,
         ) => return Ok(()),
-        (Objective::SequenceClassification, _) => "jsonl, csv, tsv or tensors",
+        (Objective::SequenceClassification, _) => "jsonl, csv, tsv, parquet or tensors",
         _ => "tensors",
     };
     Err(Error::Data(DataError::DataKind {

@@ -143,17 +143,23 @@ fn without_binary(files: Vec<Candidate>, kind: TextKind) -> Result<(Vec<Candidat
     let all = files.len();
     let mut kept = Vec::with_capacity(all);
     for file in files {
-        let mut head = Vec::new();
-        merak_ckpt::open_regular(&file.path)
-            .and_then(|(opened, _)| opened.take(HEAD).read_to_end(&mut head))
-            .map_err(|source| cannot_read(&file.path, source))?;
-        match text_of(head, kind, file.bytes > HEAD) {
-            Ok(_) => kept.push(file),
-            Err(error) => tracing::info!(error = %error.of(&file.path, kind), "passed over"),
+        match check_head(&file, kind)? {
+            Ok(()) => kept.push(file),
+            Err(error) => tracing::info!(%error, "passed over"),
         }
     }
     let skipped = all - kept.len();
     Ok((kept, skipped))
+}
+
+/// Whether a file begins like text, else the error that says what it is.
+pub(crate) fn check_head(file: &Candidate, kind: TextKind) -> Result<Result<()>> {
+    let mut head = Vec::new();
+    merak_ckpt::open_regular(&file.path)
+        .and_then(|(opened, _)| opened.take(HEAD).read_to_end(&mut head))
+        .map_err(|source| cannot_read(&file.path, source))?;
+    let text = text_of(head, kind, file.bytes > HEAD);
+    Ok(text.map(|_| ()).map_err(|error| error.of(&file.path, kind)))
 }
 
 /// The lines of a file, of which a piece at a time is in memory.
@@ -174,7 +180,7 @@ fn lines_of(file: &Candidate) -> Result<u64> {
 }
 
 /// Refuses `found` bytes of text where memory has no room for the bytes that they need.
-fn check_room(path: &Path, (found, needed): (u64, u64), available: u64) -> Result<()> {
+pub(super) fn check_room(path: &Path, (found, needed): (u64, u64), available: u64) -> Result<()> {
     if needed <= available {
         return Ok(());
     }

@@ -9,7 +9,11 @@ use std::{
 use merak_ckpt::words::file;
 use serde_json::{Map, Value, json};
 
-use super::plain::TextKind;
+use super::{
+    bpe::{Merges, WordCounts},
+    pieces::pieces,
+    plain::TextKind,
+};
 use crate::{
     config::TokenizerSource,
     error::{DataError, Error, Result},
@@ -50,6 +54,9 @@ pub struct Encoded {
     pub uncut: usize,
 }
 
+/// What stands for the file of a tokenizer that was trained.
+const TRAINED: &str = "train_bpe";
+
 /// The most bytes of a tokenizer file: large vocabularies take 35 MB.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
@@ -77,12 +84,37 @@ impl Tokenizer {
     ///
     /// # Errors
     ///
-    /// An unreadable or damaged `tokenizer.json`.
+    /// An unreadable or damaged `tokenizer.json`, and a tokenizer that is yet to be trained.
     pub fn load(source: &TokenizerSource) -> Result<Self> {
         match source {
             TokenizerSource::Bytes => Ok(Self::bytes()),
             TokenizerSource::File(path) => Self::from_file(path),
+            TokenizerSource::TrainBpe(_) => Err(Self::not_trained(
+                &"it is trained on text, and there is none here",
+            )),
         }
+    }
+
+    /// Byte-level BPE of at most `size` tokens, learned from words.
+    pub(super) fn trained(words: &WordCounts, size: usize) -> Result<Self> {
+        let mut names = byte_names();
+        names.sort_unstable();
+        let names = names.into_iter().map(String::from);
+        let tokens = std::iter::once(END_NAME.to_owned()).chain(names).collect();
+        let Merges { tokens, merges } = Merges::learn(words, tokens, size);
+        let pair = |&(first, second): &(u32, u32)| {
+            json!([tokens[first as usize], tokens[second as usize]])
+        };
+        let merges: Vec<_> = merges.iter().map(pair).collect();
+        let vocab = (0..).zip(&tokens);
+        let vocab = vocab.map(|(id, token): (u32, _)| (token.clone(), id.into()));
+        let json = byte_level_bpe(&vocab.collect(), &merges, 0, true).to_string();
+        Self::parse(Path::new(TRAINED), json.as_bytes())
+    }
+
+    /// The error of a tokenizer that is not trained.
+    pub(super) fn not_trained(reason: &dyn fmt::Display) -> Error {
+        failure(Path::new(TRAINED), reason)
     }
 
     /// A Hugging Face `tokenizer.json`. A file that [`Tokenizer::to_json`] wrote for the byte
@@ -257,10 +289,23 @@ impl Tokenizer {
             Kind::Bytes => Ok(text.iter().map(|byte| u32::from(*byte)).collect()),
             Kind::File { path, inner, .. } => {
                 let text = as_utf8(path, text)?;
-                let encoding = inner.encode(text, false).map_err(|e| failure(path, &e))?;
+                let encoding = inner.encode_fast(text, false);
+                let encoding = encoding.map_err(|e| failure(path, &e))?;
                 Ok(encoding.get_ids().to_vec())
             }
         }
+    }
+
+    /// Adds the tokens of a text, which is tokenized in pieces, so that its length needs no memory.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Tokenizer::encode`].
+    pub(super) fn encode_into(&self, text: &[u8], ids: &mut Vec<u32>) -> Result<()> {
+        for piece in pieces(text) {
+            ids.extend(self.encode(piece)?);
+        }
+        Ok(())
     }
 
     /// The tokens of a text with the bytes that each stands for; with `special`, those that a
@@ -461,13 +506,24 @@ fn bytes_as_hugging_face() -> Value {
         .enumerate()
         .map(|(byte, name)| (name.to_string(), Value::from(byte)))
         .collect();
-    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    byte_level_bpe(&vocab, &[], BYTES_END, false)
+}
+
+/// Byte-level BPE as the content of a `tokenizer.json`: its tokens, the pairs that become one, the
+/// token that ends a document, and whether words are parted by the pattern of GPT-2.
+fn byte_level_bpe(
+    vocab: &Map<String, Value>,
+    merges: &[Value],
+    end: u32,
+    parts_words: bool,
+) -> Value {
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": parts_words});
     json!({
         "version": "1.0",
         "truncation": null,
         "padding": null,
         "added_tokens": [{
-            "id": BYTES_END, "content": END_NAME, "single_word": false, "lstrip": false,
+            "id": end, "content": END_NAME, "single_word": false, "lstrip": false,
             "rstrip": false, "normalized": false, "special": true,
         }],
         "normalizer": null,
@@ -477,7 +533,7 @@ fn bytes_as_hugging_face() -> Value {
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-            "ignore_merges": false, "vocab": vocab, "merges": [],
+            "ignore_merges": false, "vocab": vocab, "merges": merges,
         },
     })
 }

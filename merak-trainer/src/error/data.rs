@@ -1,7 +1,7 @@
 //! Errors of data.
 
 use super::words::{
-    did_you_mean, of_path, other_share, passed_over, purpose_of_samples, records_of,
+    did_you_mean, of_path, other_share, own_tokenizer, passed_over, purpose_of_samples, records_of,
 };
 use merak_ckpt::words::{Bytes, brief, file, sentence};
 use std::path::PathBuf;
@@ -174,6 +174,42 @@ pub enum DataError {
         path: PathBuf,
         /// Why not.
         reason: String,
+    },
+    /// A token file that cannot be used.
+    #[error("cannot use the tokens of {}: {}", file(path), sentence(reason))]
+    TokenFile {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+    /// A token file that another tokenizer has made.
+    #[error(
+        "the tokens of {} were made with another tokenizer ({made_with}) than {} ({found}): {}",
+        file(path), brief(given), own_tokenizer(own.as_deref())
+    )]
+    OtherTokenizer {
+        /// The token file.
+        path: PathBuf,
+        /// The tokenizer that made it.
+        made_with: String,
+        /// The name of the one that is given.
+        given: String,
+        /// What that one is.
+        found: String,
+        /// The file of the tokenizer that made it, where it is there.
+        own: Option<PathBuf>,
+    },
+    /// A place for token files that has something else.
+    #[error(
+        "{} is no folder of tokens, and is not overwritten: {found}; name a new folder",
+        file(path)
+    )]
+    NoTokenFolder {
+        /// The place.
+        path: PathBuf,
+        /// What is there.
+        found: String,
     },
     /// Data without a tensor that the model reads.
     #[error(

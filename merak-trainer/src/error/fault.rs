@@ -91,12 +91,13 @@ impl DataError {
             Self::NoRecords { .. } | Self::Record { .. } => vec!["data.path", "data.format"],
             Self::NoText { .. }
             | Self::TensorFile { .. }
+            | Self::TokenFile { .. }
             | Self::NotText { .. }
             | Self::DataTooLarge { .. } => vec!["data.path"],
             Self::ChatTemplate { .. } => vec!["data.chat_template", "data.tokenizer"],
             Self::NoShare { .. } => vec!["data.mixture"],
             Self::DataKind { .. } => vec!["data.format"],
-            Self::Tokenizer { .. } => vec!["data.tokenizer"],
+            Self::Tokenizer { .. } | Self::OtherTokenizer { .. } => vec!["data.tokenizer"],
             Self::Vocabulary { .. } | Self::SpareTokens { .. } => {
                 vec!["data.tokenizer", "model.config", "model.hf_dir"]
             }

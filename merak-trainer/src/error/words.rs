@@ -87,6 +87,7 @@ pub(super) fn other_share(part: &str) -> &'static str {
 pub(super) fn records_of(format: &str) -> &'static str {
     match format {
         "jsonl" => "a JSON object in each line",
+        "parquet" => "a row for each record, in files that end in .parquet",
         _ => "a line with the names of the columns and a line for each record",
     }
 }
@@ -163,4 +164,15 @@ pub(super) fn sides_of(sides: &[(String, String)]) -> String {
         format!("{ranks} {verb} \"{line}\"")
     };
     sides.iter().map(side).collect::<Vec<_>>().join(", ")
+}
+
+/// What to do about tokens of another tokenizer.
+pub(super) fn own_tokenizer(own: Option<&Path>) -> String {
+    match own {
+        Some(own) => format!(
+            "set \"data.tokenizer\" to {}, or tokenize the text again",
+            file(own)
+        ),
+        None => "tokenize the text again".to_owned(),
+    }
 }

@@ -11,6 +11,7 @@ mod launch; // ranks as processes
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
 mod output; // documents and formats
+mod parquet; // records in files of Parquet
 mod processes; // ranks in processes of their own
 mod reports; // event files, traces, the page
 mod runs; // one run per folder, signals, full disks
@@ -23,6 +24,7 @@ mod sizes; // sizes that no machine can hold
 mod soak; // processes killed again and again
 #[path = "../../../merak-ckpt/tests/it/terminal.rs"]
 mod terminal; // what a command writes to a terminal
+mod tokens; // token files
 mod training; // train, resume, generate, signals
 mod weights; // starting from Hugging Face folders
 mod worlds; // processes that make no world, or leave one
