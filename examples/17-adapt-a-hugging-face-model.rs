@@ -33,10 +33,7 @@ fn train(args: MerakArguments, config: &Path, tokens: Tokens) -> Result<[f64; 2]
     let json = serde_json::from_slice(&fs::read(config)?)?;
     let inputs = PlanInputs::read(models::from_config(&json)?.into(), &args)?;
     let plan = Arc::new(Plan::new(&inputs, &args)?);
-    let trained: usize = plan
-        .trained_params()
-        .map(|param| param.full.numel())
-        .sum();
+    let trained: usize = plan.trained_params().map(|param| param.full.numel()).sum();
     println!(
         "{trained} of {} parameters are trained",
         plan.graph.num_elements()
@@ -65,15 +62,13 @@ fn train(args: MerakArguments, config: &Path, tokens: Tokens) -> Result<[f64; 2]
 
 /// Arguments of a run that writes into `output`.
 fn arguments(output: &Path, steps: i64, learning_rate: f64) -> MerakArguments {
-    MerakArguments {
-        output_dir: Some(output.to_owned()),
-        seq_length: Some(SEQ.into()),
-        per_device_train_batch_size: 4,
-        gradient_accumulation_steps: 4,
-        max_steps: steps,
-        learning_rate,
-        ..MerakArguments::default()
-    }
+    let mut args = MerakArguments::default();
+    args.output_dir = Some(output.to_owned());
+    args.seq_length = Some(SEQ.into());
+    args.per_device_train_batch_size = 4;
+    args.gradient_accumulation_steps = 4;
+    (args.max_steps, args.learning_rate) = (steps, learning_rate);
+    args
 }
 
 fn main() -> Result<()> {
