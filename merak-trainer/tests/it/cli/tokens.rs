@@ -185,10 +185,7 @@ fn tokens_beyond_memory_start_at_once() {
     }
     file.seek(SeekFrom::Start(0)).expect("a file");
     file.write_all(&header).expect("a writable file");
-    place.succeed(&format!(
-        "train merak.toml {} --dataloader_num_workers 1",
-        self::TOKENS
-    ));
+    place.succeed(&format!("train merak.toml {} --eval_iters 1", self::TOKENS));
     let records = fs::read_to_string(place.path("run/metrics.jsonl")).expect("records");
     for record in records.lines() {
         let record: serde_json::Value = serde_json::from_str(record).expect("a record");
