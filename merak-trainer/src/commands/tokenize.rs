@@ -14,7 +14,7 @@ use std::{
     process::ExitCode,
 };
 
-/// Writes the tokens of the data into a folder that training reads by range, with the tokenizer.
+/// Writes the tokens of the data into files that training reads by range.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Args {
     /// The configuration file (.toml, .yaml or .json).

@@ -421,9 +421,9 @@ fn a_later_table_replaces_the_earlier_one_whole() {
     let alone = Config::load(Some(&file.path), [], &[]).unwrap();
     assert!(alone.origin("lr_scales").to_string().ends_with(":1"));
     // A section of the command line gives typed tables, as a file does.
-    let file = self::file("merak.toml", "data.tokenizer.train_bpe = 4096\n");
+    let file = self::file("merak.toml", "data.tokenizer.train_bpe = 1\n");
     let line = [r#"--data={"tokenizer": "bytes"}"#.to_owned()];
-    assert_snapshot!(message(Config::load(Some(&file.path), [], &line)), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
+    assert_snapshot!(message(Config::load(Some(&file.path), [], &line)), @r#""data.tokenizer.train_bpe" expects an integer from 257 to 1048576, found 1 (merak.toml:1)"#);
 }
 
 #[test]
@@ -549,7 +549,9 @@ fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_file("merak.toml", "zero_stage = 4\n")), @r#""zero_stage" expects 0, 1, 2 or 3, found 4 (merak.toml:1)"#);
     assert_snapshot!(message(load_line("--tp-overlapping-level 1")), @r#""tp_overlapping_level" 1 (command line --tp-overlapping-level) is not available in this version: choose 0"#);
     assert_snapshot!(message(load_line("--trace-method dynamo")), @r#""trace_method" "dynamo" (command line --trace-method) is not available in this version: choose fx"#);
-    assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
+    assert_snapshot!(message(load_file("merak.toml", "data.format = \"images\"\n")), @r#""data.format" "images" (merak.toml:1) is not available in this version: choose text, jsonl, csv, tsv, parquet, tensors or tokens"#);
+    assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @"no error");
+    assert_snapshot!(message(load_line("--data.format tensors --data.tokenizer {\"train_bpe\":4096}")), @r#""data.tokenizer" is {"train_bpe":4096} (command line --data.tokenizer), but must be "bytes" or a file under "data.format" tensors, whose files hold no text to train on"#);
     assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");
 }
 

@@ -537,9 +537,9 @@ fn a_family_fed_with_another_kind_of_data_says_what_it_learns() {
         place(model, format, "text").mistake(&format!("train merak.toml {keys}"))
     };
     let classifier = bert("BertForSequenceClassification");
-    assert_snapshot!(refused(&classifier, "text", ""), @r#"error: this bert model is for sequence classification, for which "data.format" text has nothing: choose jsonl, csv, tsv or tensors (merak.toml:16)"#);
+    assert_snapshot!(refused(&classifier, "text", ""), @r#"error: this bert model is for sequence classification, for which "data.format" text has nothing: choose jsonl, csv, tsv, parquet or tensors (merak.toml:16)"#);
     assert_snapshot!(refused(&vit(), "jsonl", ""), @r#"error: this vit model is for image classification, for which "data.format" jsonl has nothing: choose tensors (merak.toml:16)"#);
-    assert_snapshot!(refused(&t5(), "images", ""), @r#"error: "data.format" "images" (merak.toml:16) is not available in this version: choose text, jsonl, csv, tsv or tensors"#);
+    assert_snapshot!(refused(&t5(), "images", ""), @r#"error: "data.format" "images" (merak.toml:16) is not available in this version: choose text, jsonl, csv, tsv, parquet, tensors or tokens"#);
     assert_snapshot!(refused(&gpt2(), "tensors", "--data.path none"), @r#"error: "data.path" is not set: "data.format" tensors needs a file or folder"#);
     assert_snapshot!(refused(&gpt2(), "tensors", ""), @r#"error: cannot use the tensors of text: the folder has no .safetensors file ("data.path", merak.toml:15)"#);
     assert_snapshot!(refused(&gpt2(), "tensors", "--data.path model.json"), @"error: cannot read model.json: its header has 6875982213128462971 bytes, expected at most 81");

@@ -860,6 +860,7 @@ fn completions_and_help_are_printed() {
       launch       Starts a command as several processes of this machine, one for each rank
       evaluate     Evaluates a checkpoint on the validation part of the data
       predict      Writes what a checkpoint says of each sample of the data, as JSON lines
+      tokenize     Writes the tokens of the data into files that training reads by range
       trace        Prints the graph of a model, as one rank runs it
       schedule     Prints a schedule and its figures, or checks one that is given as CSV
       config       Prints the resolved configuration and where each value came from

@@ -26,9 +26,9 @@ fn place() -> Workplace {
 fn a_build_without_the_feature_names_it() {
     let place = place();
     let refused = place.mistake("train merak.toml --data.format parquet --data.path texts.parquet");
-    insta::assert_snapshot!(refused, @"");
+    insta::assert_snapshot!(refused, @r#"error: "data.format" "parquet" (command line --data.format) is not in this build: build with --features parquet, or choose jsonl"#);
     let refused = place.mistake("train merak.toml --data.path texts.parquet");
-    insta::assert_snapshot!(refused, @"");
+    insta::assert_snapshot!(refused, @r#"error: cannot read texts.parquet as text: it is a Parquet file (offset 0): set "data.format" to "parquet" if it holds records, or set "data.skip_binary" to true to pass over such files ("data.path", command line --data.path)"#);
 }
 
 #[cfg(feature = "parquet")]
@@ -39,7 +39,7 @@ fn rows_are_the_records_of_the_same_lines() {
     let place = place();
     place.write(
         "chat.jinja",
-        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}",
+        "{% for message in messages %}{{ message.role[0] }}: {{ message.content }}\n{% endfor %}",
     );
     place.write("folder/notes.txt", "no rows");
     fs::copy(
@@ -56,7 +56,7 @@ fn rows_are_the_records_of_the_same_lines() {
     let texts = trained("texts.jsonl", "jsonl", "");
     assert_eq!(trained("texts.parquet", "parquet", ""), texts);
     assert_eq!(trained("folder", "parquet", "--dp 1 --pp 2"), texts);
-    let template = "--data.chat_template chat.jinja";
+    let template = "--seq_length 32 --data.chat_template chat.jinja";
     let chats = trained("chats.jsonl", "jsonl", template);
     assert_eq!(trained("chats.parquet", "parquet", template), chats);
     for format in ["jsonl", "parquet"] {

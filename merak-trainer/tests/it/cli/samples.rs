@@ -166,7 +166,7 @@ fn records_that_are_no_utf8_are_refused_by_file_and_offset_or_passed_over() {
     );
     let tensors = super::families::place(&vit(), "tensors", "a.safetensors");
     write_tensors(&tensors.path("a.safetensors"), &images(20));
-    assert_snapshot!(tensors.mistake("train merak.toml --data.skip_binary"), @r#"error: "data.skip_binary" is true (command line --data.skip_binary), but must be false under "data.format" tensors, whose files hold no text"#);
+    assert_snapshot!(tensors.mistake("train merak.toml --data.skip_binary"), @r#"error: "data.skip_binary" is true (command line --data.skip_binary), but must be false under "data.format" tensors, whose files are no text"#);
 }
 
 #[test]

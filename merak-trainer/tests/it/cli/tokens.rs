@@ -185,14 +185,13 @@ fn tokens_beyond_memory_start_at_once() {
     }
     file.seek(SeekFrom::Start(0)).expect("a file");
     file.write_all(&header).expect("a writable file");
-    place.succeed(&format!(
-        "train merak.toml {} --dataloader_num_workers 1",
-        self::TOKENS
-    ));
+    place.succeed(&format!("train merak.toml {} --eval_iters 1", self::TOKENS));
     let records = fs::read_to_string(place.path("run/metrics.jsonl")).expect("records");
-    for record in records.lines() {
-        let record: serde_json::Value = serde_json::from_str(record).expect("a record");
-        let bytes = record["memory_bytes"].as_u64();
-        assert!(bytes.is_some_and(|bytes| bytes < 200 << 20), "{record}");
-    }
+    let record = |line| serde_json::from_str::<serde_json::Value>(line).expect("a record");
+    let memory = records.lines().map(record);
+    let memory: Vec<_> = memory
+        .filter_map(|record| record["memory_bytes"].as_u64())
+        .collect();
+    assert_eq!(memory.len(), 5, "{records}");
+    assert!(memory.iter().all(|bytes| *bytes < 200 << 20), "{memory:?}");
 }
