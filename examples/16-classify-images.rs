@@ -59,7 +59,7 @@ fn main() -> Result<()> {
     args.per_device_train_batch_size = 8 / args.dp;
     args.per_device_eval_batch_size = 8 / args.dp;
     args.gradient_accumulation_steps = 2;
-    (args.max_steps, args.learning_rate) = (60, 2e-3);
+    (args.max_steps, args.learning_rate) = (150, 3e-3);
     let args = args.check()?;
 
     let config = serde_json::json!({

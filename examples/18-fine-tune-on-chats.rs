@@ -54,7 +54,7 @@ fn main() -> Result<()> {
         format!("--seq_length={SEQ}"),
         "--data.format=jsonl".to_owned(),
         "--gradient_accumulation_steps=4".to_owned(),
-        "--max_steps=150".to_owned(),
+        "--max_steps=400".to_owned(),
         "--learning_rate=5e-3".to_owned(),
     ];
     let args = Config::load(None, [], &line)?.check()?;
