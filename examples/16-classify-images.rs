@@ -1,6 +1,7 @@
 //! Trains a ViT to tell pictures of stripes apart, and evaluates it (merak-trainer).
 //!
-//! `cargo run -p merak-examples --example 16-classify-images [DP [TP [PP]]]`, 2, 2 and 1 by default.
+//! `cargo run -p merak-examples --example 16-classify-images [DP [TP [PP]]]`, 2, 2 and 1 by
+//! default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Context, Result, ensure};
@@ -32,7 +33,7 @@ impl Dataset for Stripes {
         let pixel = |place: usize| {
             let (row, column) = (place / SIZE, place % SIZE);
             let across = [row, column, row + column][class] + index / 3;
-            let stripe = if across / (2 + index % 2) % 2 == 0 {
+            let stripe = if (across / (2 + index % 2)).is_multiple_of(2) {
                 1.0
             } else {
                 -1.0
@@ -70,13 +71,14 @@ fn main() -> Result<()> {
     let model = models::from_config(&config)?;
     let plan = Arc::new(Plan::new(&PlanInputs::read(model.into(), &args)?, &args)?);
     let pictures: Arc<dyn Dataset> = Arc::new(Stripes);
-    let [train, held_out] = Subset::split(&pictures, 0.2).map(Arc::new);
+    let parts = Subset::split(&pictures, 0.2);
+    let [train, held_out] = parts.map(|part| Arc::new(part) as Arc<dyn Dataset>);
 
     let by_rank = run_world(&args, |member| {
         let mpu = Mpu::new(member, args.degrees())?;
         let parts = TrainerParts {
-            train_data: Some(train.clone()),
-            eval_data: Some(held_out.clone()),
+            train_data: Some(Arc::clone(&train)),
+            eval_data: Some(Arc::clone(&held_out)),
             num_threads: threads_per_rank(&args),
             ..TrainerParts::default()
         };

@@ -1,8 +1,8 @@
 //! Trains a LoRA adapter beside the weights of a Hugging Face folder, whose layers are split over
 //! tensor-parallel ranks, and writes it as a PEFT folder (merak-trainer, merak-ckpt).
 //!
-//! `cargo run -p merak-examples --example 17-adapt-a-hugging-face-model [DP [TP [PP]]]`, 1, 2 and 2 by
-//! default. The folder is made here from a short training, so that nothing is downloaded; any
+//! `cargo run -p merak-examples --example 17-adapt-a-hugging-face-model [DP [TP [PP]]]`, 1, 2 and 2
+//! by default. The folder is made here from a short training, so that nothing is downloaded; any
 //! folder of a known family serves.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
@@ -13,7 +13,7 @@ use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
     InputPath, MerakArguments, MerakTrainer, Plan, PlanInputs, TrainerParts,
-    data::{TokenDataset, Tokens},
+    data::{Dataset, TokenDataset, Tokens},
     run_world, threads_per_rank,
 };
 use std::{fs, path::Path, sync::Arc};
@@ -38,11 +38,11 @@ fn train(args: MerakArguments, config: &Path, tokens: Tokens) -> Result<[f64; 2]
         "{trained} of {} parameters are trained",
         plan.graph.num_elements()
     );
-    let data = Arc::new(TokenDataset::new(tokens, SEQ, "training")?);
+    let data: Arc<dyn Dataset> = Arc::new(TokenDataset::new(tokens, SEQ, "training")?);
     let files = vec![(CONFIG.to_owned(), fs::read(config)?)];
     let losses = run_world(&args, |member| {
         let parts = TrainerParts {
-            train_data: Some(data.clone()),
+            train_data: Some(Arc::clone(&data)),
             model_files: files.clone(),
             num_threads: threads_per_rank(&args),
             ..TrainerParts::default()

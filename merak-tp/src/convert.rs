@@ -211,7 +211,8 @@ impl Rewriter<'_> {
         self.turn(local, (&have, was_along_sequence), to, scope)
     }
 
-    /// Slices of one dimension as slices of another; each cut says whether it is along the sequence.
+    /// Slices of one dimension as slices of another; each cut says whether it is along the
+    /// sequence.
     pub(crate) fn turn(
         &mut self,
         local: ValueId,

@@ -65,8 +65,8 @@
 //! already. Attention needs all positions, so there each rank has its share of the heads:
 //!
 //! ```text
-//!   q, k, v [B, S/N, H] ──► all_to_all ──► [B, S, H/N] ──► attention ──► all_to_all ──► [B, S/N, H]
-//!   backward: all_to_all                                                 all_to_all
+//! q, k, v [B, S/N, H] ──► all_to_all ──► [B, S, H/N] ──► attention ──► all_to_all ──► [B, S/N, H]
+//! backward: all_to_all                                                 all_to_all
 //! ```
 //!
 //! Every rank has all parameters and a summand of each gradient.

@@ -54,10 +54,9 @@ impl Options {
         }
     }
 
-    /// A cut of all work along the sequence over `degree` ranks of the sequence axis, with the heads
-    /// of each attention shared out between an all-to-all before and one after it
-    /// ([Jacobs et al. 2023](https://arxiv.org/abs/2309.14509)). A split over the tensor axis comes
-    /// first.
+    /// A cut of all work along the sequence over `degree` ranks of the sequence axis, with the
+    /// heads of each attention shared out between an all-to-all before and one after it ([Jacobs et
+    /// al. 2023](https://arxiv.org/abs/2309.14509)). A split over the tensor axis comes first.
     pub fn ulysses(degree: usize, sequence: Sequence) -> Self {
         Self {
             axis: Axis::Sequence,

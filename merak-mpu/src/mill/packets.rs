@@ -10,8 +10,8 @@ const LEAST_BYTES: usize = 1 << 20;
 /// Most bytes that are kept.
 const MOST_BYTES: usize = 256 << 20;
 
-/// Vectors whose elements nobody needs any more. The system clears the pages of fresh memory before a
-/// message can be written there, which takes a good part of the time that its bytes need to come.
+/// Vectors whose elements nobody needs any more. The system clears the pages of fresh memory before
+/// a message can be written there, which takes a good part of the time that its bytes need to come.
 #[derive(Debug, Default)]
 pub(super) struct Packets(VecDeque<Box<dyn Buffer>>);
 

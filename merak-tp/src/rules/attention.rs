@@ -16,8 +16,8 @@ const SEQUENCE: usize = 1;
 /// Each rank computes its share of the query heads.
 ///
 /// Key and value heads are shared out likewise; if there are fewer than ranks, neighbouring ranks
-/// get the head that their query heads share. Where the sequence is cut over the sequence axis, each
-/// rank has all positions of its heads, and afterwards all heads of its positions again.
+/// get the head that their query heads share. Where the sequence is cut over the sequence axis,
+/// each rank has all positions of its heads, and afterwards all heads of its positions again.
 pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlacement> {
     let along =
         |dim| (0..3).map(move |operand| site.shard(operand).filter(|shard| shard.dim == dim));

@@ -128,8 +128,8 @@ impl Session {
     }
 }
 
-/// The checkpoint that a configuration goes on from. One that cannot be opened is reported where its
-/// weights are read.
+/// The checkpoint that a configuration goes on from. One that cannot be opened is reported where
+/// its weights are read.
 pub(crate) fn resumed(arguments: &MerakArguments) -> Option<Checkpoint> {
     let folder = match arguments.resume_from_checkpoint.as_deref()? {
         "auto" | "latest" => arguments.output_dir.clone()?,

@@ -86,8 +86,8 @@ pub(crate) fn read(
     Ok((records, files))
 }
 
-/// The files of Parquet that an input names. Their rows stay there until they are parsed, and memory
-/// must have room for what is made of them.
+/// The files of Parquet that an input names. Their rows stay there until they are parsed, and
+/// memory must have room for what is made of them.
 fn list_parquet(input: Input<'_>, (need, available): (Need, u64)) -> Result<Documents> {
     let mut found = Documents::default();
     for path in input.iter() {

@@ -42,8 +42,8 @@ pub struct DataTokens {
 /// | `tokens` | a stream | a stream | | span corruption of a stream | |
 /// | `tensors` | yes | yes | yes | yes | yes |
 ///
-/// The format is `data.format`; records are `jsonl`, `csv`, `tsv` and `parquet`. Records for text classes may
-/// have `text_pair`; chats are `messages`, or `prompt` and `completion`.
+/// The format is `data.format`; records are `jsonl`, `csv`, `tsv` and `parquet`. Records for text
+/// classes may have `text_pair`; chats are `messages`, or `prompt` and `completion`.
 ///
 /// Each `text` of records is a document of a stream, except where texts have classes.
 #[derive(Debug)]

@@ -14,8 +14,8 @@ use crate::data::{TextProgress, TextWork};
 /// Time between two lines where there is no bar.
 const BETWEEN_LINES: Duration = Duration::from_secs(30);
 
-/// How far a tokenizer's training, or tokenizing, has come: a bar on a terminal, a line now and then
-/// elsewhere.
+/// How far a tokenizer's training, or tokenizing, has come: a bar on a terminal, a line now and
+/// then elsewhere.
 #[derive(Debug)]
 pub struct TokenizingProgress {
     screen: Screen,

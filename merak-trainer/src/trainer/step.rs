@@ -231,10 +231,10 @@ impl MerakTrainer {
         loader.take(microbatches).collect()
     }
 
-    /// Labels of the global batch, and the gradient of each loss that makes the average over the `N`
-    /// ranks with the same parameters the mean over all labels, `N / labels`, times the loss scale.
-    /// Ranks that share a sequence read the same labels and have summands of its gradients. Zero on
-    /// ranks without labels, which need neither.
+    /// Labels of the global batch, and the gradient of each loss that makes the average over the
+    /// `N` ranks with the same parameters the mean over all labels, `N / labels`, times the loss
+    /// scale. Ranks that share a sequence read the same labels and have summands of its gradients.
+    /// Zero on ranks without labels, which need neither.
     fn loss_grad(&self, batches: &[Batch]) -> Result<(f64, f64)> {
         let mpu = &self.stages.mpu;
         if !self.stages.has_last() {
