@@ -85,6 +85,8 @@ pub use gemm::{
     Factor, Operand, Start, Write, gemm, gemm_batched, gemm_bias, gemm_of_halves, multiply, narrow,
     take_product_scratch, widen,
 };
+#[cfg(feature = "tch")]
+pub use gemm::Vectors;
 pub use init::{Distribution, InitKey, TensorBox, init};
 pub use layer_norm::{layer_norm, layer_norm_grad_input, layer_norm_grad_params};
 pub use mat::{MatMut, MatRef};

@@ -1,7 +1,9 @@
 //! The operations of nodes, and the facts about each that other modules use.
 
+mod autocast;
 mod cost;
 
+pub use autocast::Autocast;
 pub use cost::Cost;
 
 use crate::{TensorType, placement::Shard};

@@ -54,6 +54,9 @@ fn add_in_place(
                 let a = node.at(a.f_transpose(0, 1).and_then(|a| a.f_contiguous()))?;
                 let b = node.at(b.f_contiguous())?;
                 let mut sum = matrix(node, store, target)?;
+                if (node.backend).add_on_vectors(node.call.name, &a, &b, &mut sum)? {
+                    return Ok(true);
+                }
                 return shim::add_product(node.call.name, &a, &b, &mut sum);
             }
             let mut sum = matrix(node, store, target)?;
