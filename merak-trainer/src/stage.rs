@@ -434,11 +434,7 @@ impl Executor {
     }
 
     #[cfg(not(feature = "tch"))]
-    fn on_tch(
-        args: &CheckedArguments,
-        _: Locality,
-        _: usize,
-    ) -> Result<Self, merak_trace::Error> {
+    fn on_tch(args: &CheckedArguments, _: Locality, _: usize) -> Result<Self, merak_trace::Error> {
         Err(merak_trace::Error::NoDevice {
             device: args.compute.device.to_string(),
             reason: "this build is without the feature tch".to_owned(),

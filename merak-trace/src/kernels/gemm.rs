@@ -393,7 +393,11 @@ fn repack<'a, T: Float>(a: MatRef<'_, T>, memory: &'a mut [T]) -> MatRef<'a, T> 
     MatRef::with_row_stride(memory, a.cols(), a.rows(), REPACKED_STRIDE).transposed()
 }
 
-fn check_shapes<A: Copy, B: Copy, C: Float>(a: &MatRef<'_, A>, b: &MatRef<'_, B>, c: &MatMut<'_, C>) {
+fn check_shapes<A: Copy, B: Copy, C: Float>(
+    a: &MatRef<'_, A>,
+    b: &MatRef<'_, B>,
+    c: &MatMut<'_, C>,
+) {
     assert!(
         a.cols() == b.rows() && c.rows() == a.rows() && c.cols() == b.cols(),
         "a product of [{}, {}] and [{}, {}] does not fit [{}, {}]",

@@ -6,8 +6,8 @@
 //! frozen and kept in bf16, where results may not change by a bit.
 
 use crate::support::{
-    autocasting, backend, backends, context, dtypes, floats, grad_store, host_backends, interpreter,
-    interpreter_in, noise, value, views,
+    autocasting, backend, backends, context, dtypes, floats, grad_store, host_backends,
+    interpreter, interpreter_in, noise, value, views,
 };
 use merak_trace::{
     AxisGroups, Batch, DType, Graph, Init, Op, ParamRole, Result, SharedBackend, SingleRank,

@@ -37,7 +37,9 @@ pub(crate) fn host_backends(threads: usize) -> Vec<SharedBackend> {
 #[cfg(feature = "tch")]
 pub(crate) fn autocasting(dtype: DType, threads: usize) -> Vec<SharedBackend> {
     let tch = Tch::new(TchDevice::Cpu, threads).expect("the device is there");
-    vec![Arc::new(tch.with_autocast(dtype).expect("a type of 16 bits"))]
+    vec![Arc::new(
+        tch.with_autocast(dtype).expect("a type of 16 bits"),
+    )]
 }
 
 /// The backends of this build that compute in 16 bits over values of f32.

@@ -117,7 +117,10 @@ impl Handle {
         };
         let now = kept.changes.count();
         let mut copy = kept.copy.lock().unwrap_or_else(PoisonError::into_inner);
-        if copy.as_ref().is_none_or(|(then, copy)| *then != now || copy.kind() != kind) {
+        if copy
+            .as_ref()
+            .is_none_or(|(then, copy)| *then != now || copy.kind() != kind)
+        {
             // The memory of the old one serves the new one.
             *copy = None;
             *copy = Some((now, self.tensor.f_to_kind(kind)?));

@@ -53,12 +53,19 @@ impl Tch {
         let side = c.rows().max(c.cols());
         let len = side.div_ceil(self.num_threads).max(LEAST);
         let parts: Vec<_> = if is_high {
-            c.row_blocks(len).map(|part| Mutex::new(Some(part))).collect()
+            c.row_blocks(len)
+                .map(|part| Mutex::new(Some(part)))
+                .collect()
         } else {
-            c.col_blocks(len).map(|part| Mutex::new(Some(part))).collect()
+            c.col_blocks(len)
+                .map(|part| Mutex::new(Some(part)))
+                .collect()
         };
         shim::for_each(node, parts.len(), &|i| {
-            let part = parts[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+            let part = parts[i]
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take();
             let Some(part) = part else { return };
             let operands = if is_high {
                 (a.sub_rows(i * len, part.rows()), b)

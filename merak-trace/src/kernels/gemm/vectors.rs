@@ -73,7 +73,9 @@ mod tests {
             let (a, b) = (numbers(1, m * k), numbers(2, k * n));
             let turned: Vec<_> = (0..m * k).map(|i| a[i % m * k + i / m]).collect();
             let product = |a: usize, b: &dyn Fn(usize) -> f64| -> f64 {
-                (0..k).map(|p| f64::from(turned[p * m + a].to_f32()) * b(p)).sum()
+                (0..k)
+                    .map(|p| f64::from(turned[p * m + a].to_f32()) * b(p))
+                    .sum()
             };
             let expected: Vec<f64> = (0..m * n)
                 .map(|i| 1.0 + product(i / n, &|p| f64::from(b[p * n + i % n].to_f32())))

@@ -40,7 +40,9 @@ fn state_and_masters_in_host_memory_or_files_train_like_those_beside_the_weights
             let host = case.clone().with("offload_optimizer", "host");
             assert_same_bits(&host.run(3), &beside, &what);
             // The step on host memory is not libtorch's, nor in its order.
-            let files = case.writing(folder.path()).with("offload_optimizer", "disk");
+            let files = case
+                .writing(folder.path())
+                .with("offload_optimizer", "disk");
             let files = files.run(3);
             assert_close_losses(&files.reports, &beside.reports, tolerance, &what);
         }
