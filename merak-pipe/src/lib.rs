@@ -49,7 +49,7 @@
 //! ScheduleKind + Size ─► Schedule ──► validate        once, before anything runs
 //!        CSV ────────────┘  │ │ └───► simulate ──► Timeline (planned)  ──► grid, json, svg, trace
 //!                           │ └─────► instructions                    ──► json
-//!                           └► PipelineEngine + StageModule + Link ► Timeline (recorded) ──► grid, trace
+//!                           └► PipelineEngine + StageModule + Link ─► Timeline (recorded) ─► grid
 //! ```
 //!
 //! # Guarantees

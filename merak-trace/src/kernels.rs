@@ -81,6 +81,8 @@ pub use dropout::{DropoutMask, MaskKey, SampleSlice, dropout};
 pub use elementwise::{add, add_assign, add_suffix, mul, scale};
 pub use embedding::{TableRows, embedding, embedding_grad};
 pub use float::Float;
+#[cfg(feature = "tch")]
+pub use gemm::Vectors;
 pub use gemm::{
     Factor, Operand, Start, Write, gemm, gemm_batched, gemm_bias, gemm_of_halves, multiply, narrow,
     take_product_scratch, widen,

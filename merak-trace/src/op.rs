@@ -2,12 +2,14 @@
 //!
 //! `op/facts.rs` has a row for each, with what passes, backends and planners ask about it.
 
+mod autocast;
 mod cost;
 mod facts;
 mod fields;
 mod region;
 mod relative_buckets;
 
+pub use autocast::Autocast;
 pub use cost::Cost;
 pub use facts::{Class, ResultMemory};
 pub use fields::{

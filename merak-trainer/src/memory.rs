@@ -227,6 +227,9 @@ impl Plan {
                     (values.saturating_add(cache).saturating_add(gathered), pool)
                 }
             };
+            // Under autocast a value of f32 may have 16 bits.
+            let share = if args.autocast().is_some() { 2 } else { 1 };
+            let (activations, pool) = (activations / share, pool / share);
             need.pool = need.pool.max(pool);
             if activations > need.activations {
                 (need.activations, need.largest) = (activations, Some(workload));

@@ -18,7 +18,7 @@ pub(crate) use self::{
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count};
 
 use crate::{
-    config::{BackendChoice, CheckedArguments, Device, Offload},
+    config::{BackendChoice, CheckedArguments, Offload},
     error::Result,
     machine::num_cores,
     memory::MemoryNeed,
@@ -407,7 +407,7 @@ impl Executor {
                 })
             }
             BackendChoice::Tch => {
-                let executor = Self::on_tch(args.compute.device, place, num_threads)?;
+                let executor = Self::on_tch(args, place, num_threads)?;
                 Ok(match args.offload() {
                     None => executor,
                     // The state lies in host memory, where the optimizer steps without a device.
@@ -422,11 +422,11 @@ impl Executor {
 
     #[cfg(feature = "tch")]
     fn on_tch(
-        device: Device,
+        args: &CheckedArguments,
         place: Locality,
         num_threads: usize,
     ) -> Result<Self, merak_trace::Error> {
-        let backend = tch::backend(device, place, num_threads)?;
+        let backend = tch::backend(args, place, num_threads)?;
         Ok(Self {
             optimizer_device: Some(Arc::new(tch::Steps::new(Arc::clone(&backend), num_threads))),
             backend,
@@ -434,9 +434,9 @@ impl Executor {
     }
 
     #[cfg(not(feature = "tch"))]
-    fn on_tch(device: Device, _: Locality, _: usize) -> Result<Self, merak_trace::Error> {
+    fn on_tch(args: &CheckedArguments, _: Locality, _: usize) -> Result<Self, merak_trace::Error> {
         Err(merak_trace::Error::NoDevice {
-            device: device.to_string(),
+            device: args.compute.device.to_string(),
             reason: "this build is without the feature tch".to_owned(),
         })
     }

@@ -10,6 +10,7 @@
 //! |---|---|---|
 //! | `f32`, `f64` | the same | the same |
 //! | `bf16`, `f16` | `f32` masters and a 16-bit copy that nodes read; frozen: no masters | `f32` |
+//! | `f32` under autocast ([`Tch::with_autocast`]) | `f32`; products read a 16-bit copy | `f32` |
 //!
 //! Results do not depend on which rank computes them. libtorch does not promise the same bits for
 //! different numbers of threads, so runs are compared bit by bit at equal threads.
@@ -25,6 +26,7 @@
 
 mod accumulate;
 mod attention;
+mod autocast;
 mod dropout;
 mod elementwise;
 mod loss;
@@ -34,17 +36,19 @@ mod products;
 mod run;
 mod shim;
 mod storage;
+mod vectors;
 mod vocab;
 
 use crate::{
     Backend, Call, Error, GradStore, Param, ParamStore, Result, TensorType, Value,
-    kernels::Threads, value::MemoryMeter,
+    kernels::{Threads, Vectors},
+    value::MemoryMeter,
 };
 use merak_mpu::{Buffer, DType, tch::reason_of};
 pub use optimizer::{AdamScalars, SgdScalars, StepRange};
 use std::{any::Any, cell::Cell};
-use storage::{Handle, TchBuffer, kind_of, shape_of};
-use tch::{Cuda, Device, Tensor};
+use storage::{Handle, TchBuffer, kind_of, shape_of, size_bytes};
+use tch::{Cuda, Device, Kind, Tensor};
 
 /// Where libtorch computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,6 +67,10 @@ pub struct Tch {
     /// Draws dropout masks.
     threads: Threads,
     memory: MemoryMeter,
+    /// The type of 16 bits in which operations over `f32` compute where autocast says so.
+    autocast: Option<Kind>,
+    /// Set where this crate's products of bf16 are the fastest.
+    vectors: Option<Vectors>,
 }
 
 impl Tch {
@@ -86,6 +94,8 @@ impl Tch {
             num_threads,
             threads,
             memory: MemoryMeter::default(),
+            autocast: None,
+            vectors: Vectors::of_processor().filter(|_| device == Device::Cpu),
         })
     }
 
@@ -115,7 +125,7 @@ impl Tch {
 
     /// A value over memory of its own.
     fn wrap(&self, ty: &TensorType, tensor: Tensor) -> Value {
-        let lease = self.memory.lease(ty.size_bytes());
+        let lease = self.memory.lease(size_bytes(&tensor));
         Handle::new(tensor, Some(lease)).into_value(ty.clone())
     }
 
@@ -160,7 +170,7 @@ impl Backend for Tch {
 
     fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
         self.enter();
-        run::run(self, call, inputs, None)
+        run::run(self, call, self.operands(call, inputs)?, None)
     }
 
     fn accumulate(
@@ -171,7 +181,7 @@ impl Backend for Tch {
         slots: &[usize],
     ) -> Result<()> {
         self.enter();
-        accumulate::accumulate(self, call, inputs, store, slots)
+        accumulate::accumulate(self, call, self.operands(call, inputs)?, store, slots)
     }
 
     fn from_bytes(&self, ty: &TensorType, bytes: &[u8]) -> Result<Value> {

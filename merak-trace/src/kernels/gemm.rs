@@ -24,6 +24,8 @@ mod pairs;
 mod rows;
 #[cfg(target_arch = "x86_64")]
 mod tile;
+#[cfg(feature = "tch")]
+mod vectors;
 
 #[cfg(target_arch = "x86_64")]
 use pulp::x86::{V3, V4};
@@ -35,6 +37,8 @@ pub(super) use halves::product_of_halves;
 #[cfg(target_arch = "x86_64")]
 pub use lanes::{Isa, Lanes};
 pub use operand::{Operand, widen};
+#[cfg(feature = "tch")]
+pub use vectors::Vectors;
 
 /// An element type of products; only x86 has register kernels.
 #[cfg(not(target_arch = "x86_64"))]
@@ -389,7 +393,11 @@ fn repack<'a, T: Float>(a: MatRef<'_, T>, memory: &'a mut [T]) -> MatRef<'a, T> 
     MatRef::with_row_stride(memory, a.cols(), a.rows(), REPACKED_STRIDE).transposed()
 }
 
-fn check_shapes<T: Float, W: Operand<T>>(a: &MatRef<'_, T>, b: &MatRef<'_, W>, c: &MatMut<'_, T>) {
+fn check_shapes<A: Copy, B: Copy, C: Float>(
+    a: &MatRef<'_, A>,
+    b: &MatRef<'_, B>,
+    c: &MatMut<'_, C>,
+) {
     assert!(
         a.cols() == b.rows() && c.rows() == a.rows() && c.cols() == b.cols(),
         "a product of [{}, {}] and [{}, {}] does not fit [{}, {}]",

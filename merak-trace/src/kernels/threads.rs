@@ -88,6 +88,16 @@ impl Threads {
         Self { units, ..self }
     }
 
+    /// The calling thread alone, with the memory and units of these.
+    #[must_use]
+    pub fn alone(&self) -> Self {
+        Self {
+            team: None,
+            scratch: Arc::clone(&self.scratch),
+            units: self.units,
+        }
+    }
+
     /// The units that products may use, if the processor has them.
     pub(super) fn units(&self) -> Units {
         self.units

@@ -6,8 +6,8 @@
 //! frozen and kept in bf16, where results may not change by a bit.
 
 use crate::support::{
-    backend, backends, context, dtypes, floats, grad_store, host_backends, interpreter,
-    interpreter_in, noise, value, views,
+    autocasting, backend, backends, context, dtypes, floats, grad_store, host_backends,
+    interpreter, interpreter_in, noise, value, views,
 };
 use merak_trace::{
     AxisGroups, Batch, DType, Graph, Init, Op, ParamRole, Result, SharedBackend, SingleRank,
@@ -52,6 +52,31 @@ impl Case<'_> {
 pub(crate) fn agree(case: &Case<'_>) {
     compare(case, None, &backends(2));
     keeps_narrow(case);
+    autocasts(case);
+}
+
+/// Checks that a backend which computes in 16 bits over operands of f32, by the table of autocast,
+/// gives the reference's results and gradients within the rounding of these.
+fn autocasts(case: &Case<'_>) {
+    let reference = backend(1);
+    for dtype in [DType::BF16, DType::F16] {
+        for backend in autocasting(dtype, 2) {
+            let run = Run {
+                rounded: dtype,
+                ..Run::new(&backend, DType::F32)
+            };
+            let exact = Run {
+                backend: &reference,
+                dtype: DType::F64,
+                ..run.clone()
+            };
+            let (expected, found) = (measure(case, &exact), measure(case, &run));
+            for (what, expected) in &expected {
+                let place = format!("{} under autocast to {dtype}: {what}", case.name);
+                near(&place, &found[what], expected, tolerance(dtype), true);
+            }
+        }
+    }
 }
 
 /// Checks that operands of f32 which are kept in bf16 give the bits of the same numbers kept in

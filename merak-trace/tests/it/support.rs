@@ -33,6 +33,21 @@ pub(crate) fn host_backends(threads: usize) -> Vec<SharedBackend> {
     vec![backend(threads)]
 }
 
+/// The backends of this build that compute in 16 bits over values of f32.
+#[cfg(feature = "tch")]
+pub(crate) fn autocasting(dtype: DType, threads: usize) -> Vec<SharedBackend> {
+    let tch = Tch::new(TchDevice::Cpu, threads).expect("the device is there");
+    vec![Arc::new(
+        tch.with_autocast(dtype).expect("a type of 16 bits"),
+    )]
+}
+
+/// The backends of this build that compute in 16 bits over values of f32.
+#[cfg(not(feature = "tch"))]
+pub(crate) fn autocasting(_: DType, _: usize) -> Vec<SharedBackend> {
+    Vec::new()
+}
+
 #[cfg(feature = "tch")]
 fn cuda(threads: usize) -> Option<SharedBackend> {
     (Tch::num_cuda_devices() > 0).then(|| libtorch(TchDevice::Cuda(0), threads))

@@ -369,13 +369,7 @@ fn check_precision(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             a.bf16 || a.fp16,
             "half_precision_backend",
             amp,
-            "unset unless \"bf16\" is true, the type of products",
-        )?;
-        checker.require(
-            !is_tch,
-            "half_precision_backend",
-            amp,
-            "unset unless \"compute.backend\" is candle: libtorch computes in the type of the weights",
+            "unset unless \"bf16\" or \"fp16\" is true, the type of products",
         )?;
     }
     if let Some(scaling) = a.loss_scaling() {

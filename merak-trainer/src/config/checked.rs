@@ -232,6 +232,18 @@ impl CheckedArguments {
         if self.half_precision_backend.is_some() {
             return None;
         }
+        self.half()
+    }
+
+    /// The type of 16 bits in which libtorch computes over weights of `f32`, by operation.
+    pub(crate) fn autocast(&self) -> Option<DType> {
+        let is_tch = self.compute.backend == BackendChoice::Tch;
+        let applies = is_tch && self.half_precision_backend.is_some();
+        self.half().filter(|_| applies)
+    }
+
+    /// The type of 16 bits that the run asks for.
+    fn half(&self) -> Option<DType> {
         match (self.bf16, self.fp16) {
             (true, _) => Some(DType::BF16),
             (_, true) => Some(DType::F16),

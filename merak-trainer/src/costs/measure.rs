@@ -79,10 +79,11 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
         args.optim,
         // The types of values show neither weights that are kept in narrower elements nor rounded
         // factors of products.
-        match args.narrow() {
-            Some(narrow) => format!(", {narrow}"),
-            None if args.products() == Products::Rounded => ", rounded products".to_owned(),
-            None => String::new(),
+        match (args.narrow(), args.autocast()) {
+            (Some(narrow), _) => format!(", {narrow}"),
+            (None, Some(narrow)) => format!(", autocast to {narrow}"),
+            (None, None) if args.products() == Products::Rounded => ", rounded products".to_owned(),
+            (None, None) => String::new(),
         },
     )
 }

@@ -72,8 +72,8 @@ pub enum ResumeError {
     },
     /// A checkpoint was saved with another optimizer.
     #[error(
-        "the checkpoint {} has the optimizer state of {found}, but \"optim\" is {expected}: choose the same \
-         \"optim\", or set \"no_load_optim\" to start with fresh state",
+        "the checkpoint {} has the optimizer state of {found}, but {chosen_by} is {expected}: choose the same \
+         one, or set \"no_load_optim\" to start with fresh state",
         file(path)
     )]
     OtherOptimizer {
@@ -81,6 +81,8 @@ pub enum ResumeError {
         path: PathBuf,
         /// What it was saved with.
         found: String,
+        /// What chooses the run's: the key `optim`, or a rule of the program.
+        chosen_by: &'static str,
         /// What the run uses.
         expected: String,
     },

@@ -157,9 +157,9 @@ impl fmt::Display for Percent {
     }
 }
 
-/// The element type of values in a run, and that in which it multiplies them.
+/// The element type of factors in a run, and that in which it multiplies them.
 fn element_types(args: &CheckedArguments) -> (DType, DType) {
-    let narrow = args.narrow().unwrap_or(DType::F32);
+    let narrow = args.narrow().or(args.autocast()).unwrap_or(DType::F32);
     match (args.compute.backend, args.products()) {
         (BackendChoice::Tch, _) => (narrow, narrow),
         (BackendChoice::Candle, Products::Rounded) => (DType::F32, DType::BF16),

@@ -1,6 +1,6 @@
 //! libtorch as the device of a rank's optimizer.
 
-use crate::config::Device;
+use crate::config::{CheckedArguments, Device};
 use merak_mpu::{Buffer, DType, Locality};
 use merak_trace::{
     Backend, Error,
@@ -11,15 +11,19 @@ use std::{ops::Range, sync::Arc};
 
 /// The backend of a rank.
 pub(super) fn backend(
-    device: Device,
+    args: &CheckedArguments,
     place: Locality,
     num_threads: usize,
 ) -> Result<Arc<Tch>, Error> {
-    let device = match device {
+    let device = match args.compute.device {
         Device::Cpu => TchDevice::Cpu,
         Device::Cuda => TchDevice::Cuda(place.device(Tch::num_cuda_devices())),
     };
-    Ok(Arc::new(Tch::new(device, num_threads)?))
+    let backend = Tch::new(device, num_threads)?;
+    Ok(Arc::new(match args.autocast() {
+        Some(narrow) => backend.with_autocast(narrow)?,
+        None => backend,
+    }))
 }
 
 /// Steps flat buffers of a backend.

@@ -48,6 +48,10 @@ pub(super) struct RunState {
     /// The optimizer of that state; absent in checkpoints of earlier versions.
     #[serde(default)]
     pub(super) optim: Option<OptimizerKind>,
+    /// The name of its rule: that of `optim`, or of the program's own rule in its place; absent in
+    /// checkpoints of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) rule: Option<String>,
     /// The best checkpoint so far, this one included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     best: Option<BestModel>,
@@ -257,6 +261,7 @@ impl MerakTrainer {
             has_rng: !args.no_save_rng,
             has_optimizer: !args.no_save_optim,
             optim: Some(args.optim),
+            rule: Some(resume::rule_name(args, &self.parts).to_owned()),
             best: self.best,
             early_stopping: self.early_stopping.as_ref().map(EarlyStopping::state),
             divergence: self.divergence.as_ref().map(|guard| guard.recent.clone()),

@@ -16,6 +16,7 @@ use merak_ckpt::{
     words::nearest,
 };
 use merak_trace::Param;
+use merak_zero::OptimizerKind;
 use serde_json::Value;
 use std::{
     borrow::Cow,
@@ -434,7 +435,11 @@ fn check_optimizer(
         .filter(|kind| **kind != Kind::Parameter)
         .map(Kind::as_str)
         .collect();
-    let is_same = saved.optim.is_none_or(|optim| optim == args.optim);
+    let rule = rule_name(args, parts);
+    let is_same = match &saved.rule {
+        Some(saved) => saved == rule,
+        None => saved.optim.is_none_or(|optim| optim == args.optim),
+    };
     if is_same && found.is_empty() && !names.is_empty() {
         return lacks(format!("optimizer state ({})", names.join(", ")));
     }
@@ -457,13 +462,16 @@ fn check_optimizer(
         [] => format!("{optim} (which keeps nothing)"),
         kept => format!("{optim} ({})", kept.join(", ")),
     };
-    let saved = saved
-        .optim
-        .map_or("another optimizer", |optim| optim.as_str());
+    let optim = saved.optim.map(OptimizerKind::as_str);
+    let saved = saved.rule.as_deref().or(optim);
     Err(Error::Resume(ResumeError::OtherOptimizer {
         path: path(),
-        found: described(saved, &found),
-        expected: described(rule_name(args, parts), &names),
+        found: described(saved.unwrap_or("another optimizer"), &found),
+        chosen_by: match parts.rule {
+            Some(_) => "the program's rule",
+            None => "\"optim\"",
+        },
+        expected: described(rule, &names),
     }))
 }
 
@@ -485,7 +493,7 @@ fn state_names<'a>(
 }
 
 /// The name of the rule of a run.
-fn rule_name<'a>(args: &CheckedArguments, parts: &'a TrainerParts) -> &'a str {
+pub(super) fn rule_name<'a>(args: &CheckedArguments, parts: &'a TrainerParts) -> &'a str {
     let other = parts.rule.as_ref().map(|rule| rule.name());
     other.unwrap_or(args.optim.as_str())
 }

@@ -647,7 +647,7 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(message(load_line("--offload_optimizer none")), @"no error");
     assert_snapshot!(message(load_line("--half_precision_backend cpu_amp --bf16")), @"no error");
     assert_snapshot!(message(load_line("--half_precision_backend apex --bf16")), @r#""half_precision_backend" "apex" (command line --half_precision_backend) is not available in this version: choose amp, or "fp16" alone for weights of 16 bits with f32 masters"#);
-    assert_snapshot!(message(load_line("--half_precision_backend amp")), @r#""half_precision_backend" is amp (command line --half_precision_backend), but must be unset unless "bf16" is true, the type of products"#);
+    assert_snapshot!(message(load_line("--half_precision_backend amp")), @r#""half_precision_backend" is amp (command line --half_precision_backend), but must be unset unless "bf16" or "fp16" is true, the type of products"#);
     assert_snapshot!(message(load_line("--custom_split_points h.1")), @r#""custom_split_points" is ["h.1"] (command line --custom_split_points), but must be unset unless "split_method" is "layer_split""#);
     assert_snapshot!(message(load_line("--partition_method custom")), @r#""custom_partition" is not set: "partition_method" custom needs the boundaries, such as [0, 6, 12]"#);
     assert_snapshot!(message(load_line("--custom_partition 0,2")), @r#""custom_partition" is [0, 2] (command line --custom_partition), but must be unset unless "partition_method" is "custom""#);

@@ -9,7 +9,7 @@ mod divergence; // back to the last checkpoint, and on behind the data
 pub(crate) mod encoders; // L1, L2: masked tokens, classes, translations, images
 pub(crate) mod generation; // N20: the same tokens from every topology
 pub(crate) mod lora;
-mod memory; // what each ZeRO stage holds
+pub(crate) mod memory; // what each ZeRO stage holds
 pub(crate) mod narrow; // adapters beside weights in bf16
 mod offload; // optimizer state and masters in files
 mod optimizers; // L2, L3: every rule of the optimizer

@@ -3,6 +3,8 @@
 //! `goldens/families` has the numbers and the script that made them. Weights come in through a
 //! folder as `transformers` writes it, so the names of parameters are compared with its own too.
 
+#[cfg(feature = "tch")]
+mod autocast;
 pub(crate) mod formula;
 mod generation;
 mod imported;

@@ -1,6 +1,8 @@
 //! The libtorch backend trains and generates like the default one.
 
+mod amp; // weights of f32, and operations in 16 bits
 mod f16; // the loss scale
+mod state; // what a rank keeps, and where
 
 use crate::{
     laws::{agreement, families, generation, narrow},

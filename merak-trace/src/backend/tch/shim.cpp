@@ -3,6 +3,7 @@
 // Every function returns null, or a message that `merak_tch_free` frees. Results are new tensors,
 // which the caller owns.
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
@@ -105,6 +106,17 @@ char* merak_tch_add_product(
                 a->const_data_ptr(), size(m), b->const_data_ptr(), size(n), 1.0f,
                 c->data_ptr<float>(), size(n));
         }
+    });
+}
+
+// Calls the function with the context for each number below `count`, on libtorch's threads.
+char* merak_tch_for_each(size_t count, void (*body)(const void*, size_t), const void* context) {
+    return guarded([&] {
+        at::parallel_for(0, static_cast<int64_t>(count), 1, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) {
+                body(context, static_cast<size_t>(i));
+            }
+        });
     });
 }
 

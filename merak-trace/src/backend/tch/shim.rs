@@ -4,7 +4,7 @@
 use super::optimizer::AdamScalars;
 use crate::{Error, Result};
 use std::{
-    ffi::{CStr, c_char, c_int},
+    ffi::{CStr, c_char, c_int, c_void},
     sync::Once,
 };
 use tch::{Device, Kind, Tensor};
@@ -29,6 +29,11 @@ unsafe extern "C" {
         b: *const C_tensor,
         c: *mut C_tensor,
         done: *mut bool,
+    ) -> *mut c_char;
+    fn merak_tch_for_each(
+        count: usize,
+        body: unsafe extern "C" fn(*const c_void, usize),
+        context: *const c_void,
     ) -> *mut c_char;
     fn merak_tch_adam(
         tensors: *const *const C_tensor,
@@ -169,6 +174,19 @@ pub(super) fn add_product(node: &str, a: &Tensor, b: &Tensor, sum: &mut Tensor) 
     let message =
         unsafe { merak_tch_add_product(a.as_ptr(), b.as_ptr(), sum.as_mut_ptr(), &raw mut done) };
     adopted(node, message, []).map(|[]| done)
+}
+
+/// Calls `body` for each number below `count`, on libtorch's threads.
+pub(super) fn for_each(node: &str, count: usize, body: &(dyn Fn(usize) + Sync)) -> Result<()> {
+    unsafe extern "C" fn call(context: *const c_void, i: usize) {
+        // SAFETY: `context` is `body` below, which outlives the calls.
+        let body = unsafe { &*context.cast::<&(dyn Fn(usize) + Sync)>() };
+        body(i);
+    }
+    let context = (&raw const body).cast();
+    // SAFETY: the shim calls the function on threads that it waits for, with the context alone.
+    let message = unsafe { merak_tch_for_each(count, call, context) };
+    adopted(node, message, []).map(|[]| ())
 }
 
 /// A fused step on lists of parameters, gradients and both moments, all of one length.

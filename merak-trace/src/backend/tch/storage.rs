@@ -8,8 +8,15 @@ use super::{super::misplaced, at, shim};
 use crate::{Error, Param, ParamStore, Result, TensorType, Value, value::Lease};
 pub(super) use merak_mpu::tch::kind_of as kind;
 use merak_mpu::{Buffer, DType, Element, Memory};
-use std::{any::Any, ops::Range, sync::Arc};
-use tch::{Device, Kind, Tensor};
+use std::{
+    any::Any,
+    ops::Range,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+use tch::{Device, Kind, TchError, Tensor};
 
 /// libtorch's name of an element type.
 pub(super) fn kind_of(ty: &TensorType) -> Result<Kind> {
@@ -33,12 +40,43 @@ pub(super) fn shape_of(ty: &TensorType) -> Vec<i64> {
     ints(&ty.shape)
 }
 
+/// The bytes of a tensor's elements.
+pub(super) fn size_bytes(tensor: &Tensor) -> usize {
+    tensor.numel() * tensor.kind().elt_size_in_bytes()
+}
+
 /// A value of this backend: a tensor, which may be a strided view, and the account of its memory.
+/// Under autocast its elements may be narrower than the value's type says.
 #[derive(Debug)]
 pub(super) struct Handle {
     tensor: Tensor,
     /// None where the memory is a parameter's.
     lease: Option<Arc<Lease>>,
+    /// Where parameters keep a copy of another type.
+    kept: Option<Kept>,
+}
+
+/// The copy of a parameter in another element type, made for the first node that asks for it and
+/// good until the parameters change.
+#[derive(Debug)]
+struct Kept {
+    changes: Changes,
+    /// The copy, and the number of changes before it was made.
+    copy: Mutex<Option<(u64, Tensor)>>,
+}
+
+/// Counts the changes of flat parameters.
+#[derive(Debug, Clone, Default)]
+struct Changes(Arc<AtomicU64>);
+
+impl Changes {
+    fn add(&self) {
+        self.0.fetch_add(1, Ordering::Release);
+    }
+
+    fn count(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
 }
 
 // SAFETY: a shared handle gives out `&Tensor` only, on which every operation that this backend
@@ -47,7 +85,47 @@ unsafe impl Sync for Handle {}
 
 impl Handle {
     pub(super) fn new(tensor: Tensor, lease: Option<Arc<Lease>>) -> Self {
-        Self { tensor, lease }
+        Self {
+            tensor,
+            lease,
+            kept: None,
+        }
+    }
+
+    /// A parameter's tensor, over memory whose changes are counted.
+    fn of_param(tensor: Tensor, changes: Changes) -> Self {
+        let copy = Mutex::new(None);
+        Self {
+            kept: Some(Kept { changes, copy }),
+            ..Self::new(tensor, None)
+        }
+    }
+
+    pub(super) fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// The type of the elements in memory.
+    pub(super) fn kind(&self) -> Kind {
+        self.tensor.kind()
+    }
+
+    /// The copy in another element type that a parameter keeps; none of other values.
+    pub(super) fn kept(&self, kind: Kind) -> Result<Option<Tensor>, TchError> {
+        let Some(kept) = &self.kept else {
+            return Ok(None);
+        };
+        let now = kept.changes.count();
+        let mut copy = kept.copy.lock().unwrap_or_else(PoisonError::into_inner);
+        if copy
+            .as_ref()
+            .is_none_or(|(then, copy)| *then != now || copy.kind() != kind)
+        {
+            // The memory of the old one serves the new one.
+            *copy = None;
+            *copy = Some((now, self.tensor.f_to_kind(kind)?));
+        }
+        Ok(copy.as_ref().map(|(_, copy)| copy.shallow_clone()))
     }
 
     /// The handle of a value of this backend.
@@ -157,6 +235,8 @@ pub(super) struct TchBuffer {
     dtype: DType,
     /// 16-bit copy of the buffer that is renewed whenever it is written.
     copy: Option<Tensor>,
+    /// Tells parameters, which are views of the buffer, that it was written.
+    changes: Changes,
 }
 
 // SAFETY: a shared buffer only reads its tensors, like `Handle`.
@@ -170,6 +250,7 @@ impl TchBuffer {
             flat,
             dtype,
             copy: None,
+            changes: Changes::default(),
         })
     }
 
@@ -177,11 +258,13 @@ impl TchBuffer {
     pub(super) fn from_value(value: Value) -> Result<Self> {
         let ty = value.ty().clone();
         let node = ty.to_string();
+        let kind = kind_of(&ty)?;
         let flat = match steal(value) {
-            Ok(own) => own.f_reshape(-1),
+            Ok(own) => own.f_to_kind(kind).and_then(|own| own.f_reshape(-1)),
             Err(shared) => {
                 let shared = tensor(&shared)?;
-                let flat = shared.f_reshape(-1).map_err(at(&node))?;
+                let flat = shared.f_to_kind(kind).and_then(|flat| flat.f_reshape(-1));
+                let flat = flat.map_err(at(&node))?;
                 if flat.data_ptr() == shared.data_ptr() {
                     flat.f_empty_like().and_then(|mut own| {
                         own.f_copy_(&flat)?;
@@ -196,6 +279,7 @@ impl TchBuffer {
             flat: flat.map_err(at(&node))?,
             dtype: ty.dtype,
             copy: None,
+            changes: Changes::default(),
         })
     }
 
@@ -206,8 +290,9 @@ impl TchBuffer {
         shaped.f_to_device(device).map_err(at(&node))
     }
 
-    /// Brings the 16-bit copy up to date.
+    /// Brings 16-bit copies up to date.
     pub(super) fn renew(&mut self) -> Result<()> {
+        self.changes.add();
         match &mut self.copy {
             Some(copy) => copy.f_copy_(&self.flat).map_err(at("16-bit weights")),
             None => Ok(()),
@@ -244,9 +329,7 @@ impl Buffer for TchBuffer {
             f(bytes_mut(&mut host, self.dtype));
             self.flat.copy_(&host);
         }
-        if let Some(copy) = &mut self.copy {
-            copy.copy_(&self.flat);
-        }
+        self.written();
     }
 
     fn write_part(&mut self, bytes: Range<usize>, f: &mut dyn FnMut(&mut [u8])) {
@@ -254,6 +337,7 @@ impl Buffer for TchBuffer {
             return self.write(&mut |all| f(&mut all[bytes.clone()]));
         }
         f(&mut bytes_mut(&mut self.flat, self.dtype)[bytes.clone()]);
+        self.changes.add();
         if let Some(copy) = &mut self.copy {
             let size = self.dtype.size_bytes();
             let (start, len) = (int(bytes.start / size), int(bytes.len() / size));
@@ -285,6 +369,7 @@ impl Buffer for TchBuffer {
     }
 
     fn written(&mut self) {
+        self.changes.add();
         if let Some(copy) = &mut self.copy {
             copy.copy_(&self.flat);
         }
@@ -297,11 +382,13 @@ impl Buffer for TchBuffer {
             flat: Tensor::zeros([len], (kind, device)),
             dtype: self.dtype,
             copy: None,
+            changes: Changes::default(),
         })
     }
 
     fn clear(&mut self) {
         let _ = self.flat.zero_();
+        self.changes.add();
         if let Some(copy) = &mut self.copy {
             let _ = copy.zero_();
         }
@@ -352,7 +439,7 @@ pub(super) fn param_store(
         _ => (ty.dtype == dtype).then_some(&flat.flat),
     };
     Ok(ParamStore {
-        views: views(params, offsets, len, memory)?,
+        views: views(params, offsets, len, &flat.changes, memory)?,
         flat: Box::new(flat),
     })
 }
@@ -378,7 +465,7 @@ pub(super) fn param_copies(
     let copy = TchBuffer::zeros(narrow, len, device)?.flat;
     let memory = |ty: &TensorType| (ty.dtype == narrow).then_some(&copy);
     Ok(ParamStore {
-        views: views(params, offsets, len, memory)?,
+        views: views(params, offsets, len, &Changes::default(), memory)?,
         flat: Box::new(HostMasters {
             flat: masters,
             copy,
@@ -392,6 +479,7 @@ fn views<'a>(
     params: &[Param],
     offsets: &[usize],
     len: usize,
+    changes: &Changes,
     memory: impl Fn(&TensorType) -> Option<&'a Tensor>,
 ) -> Result<Vec<Value>> {
     let view = |(param, &offset): (&Param, &usize)| {
@@ -405,7 +493,8 @@ fn views<'a>(
         let view = memory
             .f_narrow(0, int(offset), int(ty.numel()))
             .and_then(|view| view.f_reshape(shape_of(ty)));
-        Ok(Handle::new(view.map_err(at(&param.name))?, None).into_value(ty.clone()))
+        let view = view.map_err(at(&param.name))?;
+        Ok(Handle::of_param(view, changes.clone()).into_value(ty.clone()))
     };
     params.iter().zip(offsets).map(view).collect()
 }

@@ -51,10 +51,10 @@ enum Order {
 }
 
 /// Computes `c = a b + start`.
-pub(super) fn product<W: Halves>(
+pub(super) fn product<A: Halves, W: Halves>(
     simd: Pairs,
     threads: &Threads,
-    (a, b): (MatRef<'_, f32>, MatRef<'_, W>),
+    (a, b): (MatRef<'_, A>, MatRef<'_, W>),
     start: Start<'_, f32>,
     mut c: MatMut<'_, f32>,
 ) {
@@ -107,14 +107,14 @@ fn block_panels(panels: usize, num_threads: usize) -> usize {
 }
 
 /// Packs some strips of a left operand. Pairs past its rows are unspecified.
-struct PackLeft<'a> {
+struct PackLeft<'a, A> {
     simd: Pairs,
     order: Order,
-    a: MatRef<'a, f32>,
+    a: MatRef<'a, A>,
     out: &'a mut [u32],
 }
 
-impl NullaryFnOnce for PackLeft<'_> {
+impl<A: Halves> NullaryFnOnce for PackLeft<'_, A> {
     type Output = ();
 
     #[inline(always)]

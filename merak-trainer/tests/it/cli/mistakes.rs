@@ -120,8 +120,8 @@ fn checkpoints_that_do_not_fit_are_refused() {
     assert_snapshot!(place.mistake("generate nowhere --prompt a"), @"error: no checkpoint at nowhere: the path does not exist");
     assert_snapshot!(place.mistake("generate text --prompt a"), @"error: no checkpoint at text: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`");
 
-    assert_snapshot!(resume("--resume latest --optim sgd"), @r#"error: the checkpoint run/checkpoints/step-00000002 has the optimizer state of adamw_torch (exp_avg, exp_avg_sq), but "optim" is sgd (which keeps nothing): choose the same "optim", or set "no_load_optim" to start with fresh state"#);
-    assert_snapshot!(resume("--resume latest --optim adam"), @r#"error: the checkpoint run/checkpoints/step-00000002 has the optimizer state of adamw_torch (exp_avg, exp_avg_sq), but "optim" is adam (exp_avg, exp_avg_sq): choose the same "optim", or set "no_load_optim" to start with fresh state"#);
+    assert_snapshot!(resume("--resume latest --optim sgd"), @r#"error: the checkpoint run/checkpoints/step-00000002 has the optimizer state of adamw_torch (exp_avg, exp_avg_sq), but "optim" is sgd (which keeps nothing): choose the same one, or set "no_load_optim" to start with fresh state"#);
+    assert_snapshot!(resume("--resume latest --optim adam"), @r#"error: the checkpoint run/checkpoints/step-00000002 has the optimizer state of adamw_torch (exp_avg, exp_avg_sq), but "optim" is adam (exp_avg, exp_avg_sq): choose the same one, or set "no_load_optim" to start with fresh state"#);
     place.succeed(
         "train merak.toml --max_steps 3 --resume latest --optim sgd --no_load_optim --save false",
     );

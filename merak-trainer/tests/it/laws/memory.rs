@@ -4,13 +4,13 @@ use crate::support::Case;
 use merak_trainer::MemoryNeed;
 
 /// For each stage, the bytes of an element that every rank has, and those that replicas divide.
-const BYTES: [[usize; 2]; 4] = [[16, 0], [8, 8], [4, 12], [0, 16]];
-/// The same with weights in bf16 beside their masters. A rank that has a part of them has masters
+pub(crate) const BYTES: [[usize; 2]; 4] = [[16, 0], [8, 8], [4, 12], [0, 16]];
+/// The same with weights of 16 bits beside their masters. A rank that has a part of them has masters
 /// alone.
-const BF16_BYTES: [[usize; 2]; 4] = [[18, 0], [6, 12], [2, 16], [0, 16]];
+pub(crate) const SHORT_BYTES: [[usize; 2]; 4] = [[18, 0], [6, 12], [2, 16], [0, 16]];
 
 /// Untied, so that no weight has a second gradient, and large enough for parts of some blocks.
-fn case() -> Case {
+pub(crate) fn case() -> Case {
     Case::gpt2()
         .with_model("n_embd", 128)
         .with_tied(false)
@@ -23,19 +23,29 @@ fn state(need: &MemoryNeed) -> usize {
 
 #[test]
 fn model_state_takes_what_its_stage_says_and_the_plan_foretells_it() {
-    let elements = case().plan().graph.num_elements();
-    let stages = (0..4).flat_map(|stage| [(stage, BYTES, false), (stage, BF16_BYTES, true)]);
-    for (stage, bytes, bf16) in stages {
+    takes_what_its_stage_says(&case(), &[("", BYTES), ("bf16", SHORT_BYTES)]);
+}
+
+/// Compares what ranks hold in all stages, in these types, with the table of the type and with the
+/// plan.
+pub(crate) fn takes_what_its_stage_says(case: &Case, types: &[(&str, [[usize; 2]; 4])]) {
+    let elements = case.plan().graph.num_elements();
+    let stages = (0..4).flat_map(|stage| types.iter().map(move |ty| (stage, ty)));
+    for (stage, &(key, bytes)) in stages {
         for replicas in [1, 2, 4] {
             // One replica has all, as in stage 0.
             let [whole, divided] = bytes[if replicas == 1 { 0 } else { stage }];
-            let case = case().on((replicas, 1, 1)).with_microbatches(4);
-            let case = case.with("zero_stage", stage).with("bf16", bf16);
+            let case = case.clone().on((replicas, 1, 1)).with_microbatches(4);
+            let case = case.with("zero_stage", stage);
+            let case = match key {
+                "" => case,
+                key => case.with(key, true),
+            };
             let held = case.on_ranks(|trainer| {
                 trainer.train_step()?;
                 Ok(state(&trainer.memory()))
             });
-            let what = format!("stage {stage} of {replicas} replicas, bf16 {bf16}: {held:?}");
+            let what = format!("stage {stage} of {replicas} replicas, {key}: {held:?}");
             let all: usize = held.iter().sum();
             assert_eq!(all, (whole * replicas + divided) * elements, "{what}");
             let expected = whole * elements + divided * elements / replicas;

@@ -1,7 +1,7 @@
 //! An optimizer that the program brings along.
 
 use crate::support::{Case, assert_close_losses, numbers};
-use merak_ckpt::Checkpoint;
+use merak_ckpt::{Checkpoint, Checksum};
 use merak_trainer::chain;
 use merak_zero::{RuleStep, UpdateRule};
 
@@ -79,4 +79,57 @@ fn zero_takes_an_untested_rule_with_the_key_alone_and_its_state_is_resumed() {
         assert_eq!(numbers(&resumed.reports), numbers(&unbroken.reports[2..]));
         assert!(resumed.weights == unbroken.weights, "stage {stage}");
     }
+}
+
+/// The same rule under another name.
+#[derive(Debug)]
+struct LightBall;
+
+impl UpdateRule for LightBall {
+    fn name(&self) -> &'static str {
+        "light_ball"
+    }
+
+    fn state_names(&self) -> &'static [&'static str] {
+        HeavyBall.state_names()
+    }
+
+    fn step(
+        &self,
+        step: &RuleStep<'_>,
+        params: &mut [f32],
+        grads: &[f32],
+        state: &mut [&mut [f32]],
+    ) {
+        HeavyBall.step(step, params, grads, state);
+    }
+}
+
+#[test]
+fn state_of_another_rule_is_refused_by_its_name_even_where_the_states_have_the_same_names() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let case = heavy_ball().writing(folder.path());
+    let saved = case.on_ranks(|trainer| {
+        trainer.train_step()?;
+        trainer.save_checkpoint()
+    });
+    let light = heavy_ball().with_rule(LightBall).writing(folder.path());
+    let resumed = light.with("resume_from_checkpoint", "latest");
+    let error = resumed.try_on_ranks(|_| Ok(())).expect_err("it is refused");
+    let text = chain(&error);
+    let expected = "has the optimizer state of heavy_ball (velocity), but the program's rule is light_ball \
+                    (velocity): choose the same one, or set \"no_load_optim\" to start with fresh state";
+    assert!(text.contains(expected), "{text}");
+    let _ = resumed.with("no_load_optim", true).run(1);
+    // A checkpoint of an earlier version does not tell the rule.
+    let manifest = saved[0].join("manifest.json");
+    let text = std::fs::read_to_string(&manifest).expect("it was saved");
+    let (text, _) = text.rsplit_once("\"checksum\"").expect("it has one");
+    let older = text.replace(r#","rule":"heavy_ball""#, "");
+    assert_ne!(older, text);
+    let checksum = Checksum::of(older.as_bytes());
+    let older = format!("{older}\"checksum\": \"{checksum}\"\n}}\n");
+    std::fs::write(&manifest, older).expect("the folder can be written");
+    let resumed = heavy_ball().writing(folder.path());
+    let _ = resumed.with("resume_from_checkpoint", "latest").run(1);
 }
