@@ -28,7 +28,7 @@ fn tokens(stride: u32) -> Tokens {
 }
 
 /// Trains in a folder, and returns the losses of the first and the last step.
-fn train(args: MerakArguments, config: &Path, tokens: Tokens) -> Result<[f64; 2]> {
+fn train(args: &MerakArguments, config: &Path, tokens: Tokens) -> Result<[f64; 2]> {
     let args = args.check()?;
     let json = serde_json::from_slice(&fs::read(config)?)?;
     let inputs = PlanInputs::read(models::from_config(&json)?.into(), &args)?;
@@ -82,7 +82,7 @@ fn main() -> Result<()> {
         "max_position_embeddings": SEQ, "tie_word_embeddings": false,
     });
     fs::write(at(CONFIG), config.to_string())?;
-    train(arguments(&at("base"), 40, 5e-3), &at(CONFIG), tokens(1))?;
+    train(&arguments(&at("base"), 40, 5e-3), &at(CONFIG), tokens(1))?;
     export_hf(
         &Checkpoint::open(at("base"))?,
         at("hf"),
@@ -96,7 +96,7 @@ fn main() -> Result<()> {
     (args.dp, args.tp, args.pp) = (count(1, "DP", 1)?, count(2, "TP", 2)?, count(3, "PP", 2)?);
     args.model.hf_dir = Some(InputPath(at("hf")));
     args.lora_config = Some(InputPath(at("lora.json")));
-    let [first, last] = train(args, &at("hf").join(CONFIG), tokens(3))?;
+    let [first, last] = train(&args, &at("hf").join(CONFIG), tokens(3))?;
     println!("loss {first:.4} -> {last:.4}");
     ensure!(last < 0.5 * first, "the adapter learns");
 

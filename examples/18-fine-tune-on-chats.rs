@@ -10,11 +10,11 @@ use merak_examples::count;
 use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
-    Config, GenerateOptions, MerakTrainer, Plan, PlanInputs, TrainerParts,
+    CheckedArguments, Config, GenerateOptions, MerakTrainer, Plan, PlanInputs, TrainerParts,
     data::{CrateSources, DataTokens, ModelInputs, Source},
     run_world, threads_per_rank,
 };
-use std::{fs, sync::Arc};
+use std::{fs, path::Path, sync::Arc};
 
 const SEQ: usize = 24;
 
@@ -37,9 +37,9 @@ fn chats() -> String {
     (0..200).map(chat).collect()
 }
 
-fn main() -> Result<()> {
-    let folder = tempfile::tempdir()?;
-    let at = |name: &str| folder.path().join(name);
+/// Writes the chats and their template into a folder, and says how to train on them.
+fn arguments(folder: &Path) -> Result<CheckedArguments> {
+    let at = |name: &str| folder.join(name);
     fs::write(at("chats.jsonl"), chats())?;
     fs::write(at("template.jinja"), TEMPLATE)?;
     let (dp, tp, pp) = (count(1, "DP", 1)?, count(2, "TP", 2)?, count(3, "PP", 1)?);
@@ -57,7 +57,12 @@ fn main() -> Result<()> {
         "--max_steps=400".to_owned(),
         "--learning_rate=5e-3".to_owned(),
     ];
-    let args = Config::load(None, [], &line)?.check()?;
+    Ok(Config::load(None, [], &line)?.check()?)
+}
+
+fn main() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let args = arguments(folder.path())?;
 
     let config = serde_json::json!({
         "model_type": "gpt2", "vocab_size": 260, "n_positions": SEQ, "n_embd": 48, "n_layer": 2, "n_head": 4,

@@ -39,8 +39,8 @@ impl Tch {
         Ok(true)
     }
 
-    /// Computes `c += a b`, each of libtorch's threads a part of the longer side of `c`. Each element
-    /// is the same sum, however many parts there are.
+    /// Computes `c += a b`, each of libtorch's threads a part of the longer side of `c`. Each
+    /// element is the same sum, however many parts there are.
     fn add(
         &self,
         node: &str,

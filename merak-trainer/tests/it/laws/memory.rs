@@ -5,8 +5,8 @@ use merak_trainer::MemoryNeed;
 
 /// For each stage, the bytes of an element that every rank has, and those that replicas divide.
 pub(crate) const BYTES: [[usize; 2]; 4] = [[16, 0], [8, 8], [4, 12], [0, 16]];
-/// The same with weights of 16 bits beside their masters. A rank that has a part of them has masters
-/// alone.
+/// The same with weights of 16 bits beside their masters. A rank that has a part of them has
+/// masters alone.
 pub(crate) const SHORT_BYTES: [[usize; 2]; 4] = [[18, 0], [6, 12], [2, 16], [0, 16]];
 
 /// Untied, so that no weight has a second gradient, and large enough for parts of some blocks.

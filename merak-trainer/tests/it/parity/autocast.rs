@@ -17,8 +17,8 @@ struct Autocast {
     gradients: BTreeMap<String, Vec<f32>>,
 }
 
-/// Compares a training with its golden; `rounding` is half the distance from 1 to the next number of
-/// the short type.
+/// Compares a training with its golden; `rounding` is half the distance from 1 to the next number
+/// of the short type.
 fn check(name: &str, rounding: f64) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/autocast");
     let text = fs::read(folder.join(format!("{name}.json"))).expect("the golden is there");
