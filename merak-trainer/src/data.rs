@@ -68,7 +68,7 @@ mod translation;
 
 pub use self::{
     bigram::bigram_loss,
-    chat::{AnsweredTokens, ChatDataset},
+    chat::{AnsweredTokens, ChatDataset, ChatPrompts},
     classes::{ClassDataset, LabelledText},
     corpus::Corpus,
     crates::CrateSources,

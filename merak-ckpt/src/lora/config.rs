@@ -10,6 +10,13 @@ use std::path::Path;
 /// Name of the file.
 pub(crate) const FILE: &str = "adapter_config.json";
 
+/// What other programs call fields.
+const SYNONYMS: [(&str, &str); 3] = [
+    ("alpha", "lora_alpha"),
+    ("dropout", "lora_dropout"),
+    ("rank", "r"),
+];
+
 /// Fields that training or merging depends on.
 const FIELDS: [&str; 18] = [
     "alpha_pattern",
@@ -250,7 +257,10 @@ impl LoraConfig {
             }
             name if OTHERS.contains(&name) || is_inactive(value) => {}
             _ => {
-                let hint = words::nearest(name, FIELDS.iter().chain(&OTHERS).copied());
+                let known = FIELDS.iter().chain(&OTHERS).copied();
+                let synonym = SYNONYMS.iter().find(|(other, _)| *other == name);
+                let hint = synonym.map(|(_, field)| *field);
+                let hint = hint.or_else(|| words::nearest(name, known));
                 let hint =
                     hint.map_or_else(String::new, |name| format!("; did you mean `{name}`?"));
                 return Err(format!("`{name}` is {value}, which is not supported{hint}"));

@@ -10,10 +10,15 @@ use super::{
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
 use merak_ckpt::{Adapter, Checkpoint, Completion, cli::at_least_one, words::file};
 use merak_trainer::{
-    Config, Error, Given, MerakTrainer, Origin, Result, World, data::Tokenizer, metrics::Screen,
+    Config, Error, Given, MerakTrainer, Origin, Result, World,
+    data::{ChatPrompts, Tokenizer},
+    metrics::Screen,
 };
 use serde_json::json;
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 /// Continues prompts with a trained model.
 #[derive(Debug, ClapArgs)]
@@ -35,6 +40,13 @@ pub(crate) struct Args {
     /// A file with one prompt per line.
     #[arg(long, group = "prompts", value_name = "FILE")]
     prompt_file: Option<PathBuf>,
+    /// Takes each text as a question of the user: the model's chat template makes the prompt, and
+    /// the answer alone is printed.
+    #[arg(long, conflicts_with = "prompt_ids")]
+    chat: bool,
+    /// What the system says before the question of a chat.
+    #[arg(long, requires = "chat", value_name = "TEXT")]
+    system: Option<String>,
     /// A PEFT folder, whose adapter is merged into the weights first, in place of the checkpoint's
     /// own. May be repeated: prompts are then continued with one after the other; `none` is the
     /// model without one.
@@ -108,9 +120,7 @@ pub(crate) fn run(args: &Args, screen: &Screen) -> Outcome {
     let ready = world.agree(Ready::new(args, &world))?;
     let session = &ready.session;
     session.check_same(&world, &ready.prompts)?;
-    let results = session.on_ranks(&world, |trainer| {
-        ready.continue_prompts(trainer, args.stream)
-    });
+    let results = session.on_ranks(&world, |trainer| ready.continue_prompts(trainer, args));
     let results = results.map_err(|error| ready.config.locate(error))?;
     if !world.has_first() {
         return Ok(ExitCode::SUCCESS);
@@ -140,7 +150,7 @@ impl Ready {
         } else {
             None
         };
-        let prompts = prompts(args, tokenizer.as_ref())?;
+        let prompts = prompts(args, checkpoint.path(), tokenizer.as_ref())?;
         let can_stream = prompts.len() == 1 && args.adapter.len() <= 1 && tokenizer.is_some();
         if args.stream && args.num_beams.is_some_and(|beams| beams > 1) {
             return Err(Error::CommandLine(
@@ -176,12 +186,13 @@ impl Ready {
     fn continue_prompts(
         &self,
         trainer: &mut MerakTrainer,
-        streams: bool,
+        args: &Args,
     ) -> Result<Vec<Vec<Completion>>> {
         let Self {
             session, prompts, ..
         } = self;
-        if streams && trainer.mpu().is_rank_0() {
+        let streams = args.stream;
+        if streams && !args.chat && trainer.mpu().is_rank_0() {
             output::stream(session.text(&prompts[0])?);
         }
         if self.adapters.is_empty() {
@@ -329,7 +340,9 @@ impl Args {
                     Some(_) => &completion.prompt_ids[..],
                     None => &[],
                 };
-                let mut text = session.text(&[prompt, &completion.ids].concat())?;
+                let hidden = if self.chat { prompt.len() } else { 0 };
+                let ids = [prompt, &completion.ids].concat();
+                let mut text = session.text_after(hidden, &ids)?;
                 if let (Some(adapter), true) = (adapter, results.len() > 1) {
                     text = [format!("[{adapter}] ").as_bytes(), &text].concat();
                 }
@@ -344,7 +357,7 @@ impl Args {
 const MAX_PROMPT_BYTES: u64 = 64 << 20;
 
 /// The prompts as token ids.
-fn prompts(args: &Args, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u32>>> {
+fn prompts(args: &Args, folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u32>>> {
     if !args.prompt_ids.is_empty() {
         return args.prompt_ids.iter().map(|ids| parse_ids(ids)).collect();
     }
@@ -371,8 +384,33 @@ fn prompts(args: &Args, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u32>>> 
         let text = "the checkpoint has no tokenizer.json: give --prompt-ids instead";
         Error::CommandLine(text.to_owned())
     })?;
+    if args.chat {
+        return chats(args, folder, tokenizer, &texts);
+    }
     texts
         .iter()
         .map(|text| tokenizer.encode_prompt(text))
         .collect()
+}
+
+/// The prompts of chats with these questions.
+fn chats(
+    args: &Args,
+    folder: &Path,
+    tokenizer: &Tokenizer,
+    questions: &[Vec<u8>],
+) -> Result<Vec<Vec<u32>>> {
+    let template = ChatPrompts::of(folder)?.ok_or_else(|| {
+        let text = format!(
+            "--chat needs a chat template, but {} has no chat_template.jinja, and no tokenizer_config.json with one",
+            file(folder)
+        );
+        Error::CommandLine(text)
+    })?;
+    let prompt = |question: &Vec<u8>| {
+        let question = String::from_utf8_lossy(question);
+        let text = template.prompt(args.system.as_deref(), &question)?;
+        tokenizer.encode(text.as_bytes())
+    };
+    questions.iter().map(prompt).collect()
 }

@@ -113,9 +113,14 @@ impl Session {
 
     /// Tokens as people see them: their text, or their ids where there is no tokenizer.
     pub(crate) fn text(&self, ids: &[u32]) -> Result<Vec<u8>> {
+        self.text_after(0, ids)
+    }
+
+    /// The same of the tokens behind the first `known`.
+    pub(crate) fn text_after(&self, known: usize, ids: &[u32]) -> Result<Vec<u8>> {
         match &self.tokenizer {
-            Some(tokenizer) => tokenizer.bytes_after(0, ids),
-            None => Ok(format!("{ids:?}").into_bytes()),
+            Some(tokenizer) => tokenizer.bytes_after(known, ids),
+            None => Ok(format!("{:?}", &ids[known..]).into_bytes()),
         }
     }
 

@@ -1,6 +1,7 @@
 //! Chats and instructions as samples of a model of the next token: loss on the answers only.
 
 mod files;
+mod prompts;
 mod python;
 mod template;
 
@@ -16,6 +17,7 @@ use super::{
 };
 use crate::error::Result;
 pub(super) use files::{given_template, template_file};
+pub use prompts::ChatPrompts;
 pub(crate) use template::{Chat, ChatTemplate};
 
 /// The fields that records of chats have.

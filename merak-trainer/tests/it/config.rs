@@ -211,6 +211,7 @@ dp = 1
 tp = 1
 sequence_parallel = false
 sequence_dim = 1
+sp = 1
 pp = 1
 train_schedule = "1f1b"
 virtual_stages = 1

@@ -29,7 +29,7 @@ impl Tch {
         sum: &mut Tensor,
     ) -> Result<bool> {
         let ([k, m], [_, n]) = (sides(a), sides(b));
-        let Some(vectors) = self.vectors.filter(|vectors| vectors.pays([m, k, n])) else {
+        let Some(vectors) = self.vectors.filter(|_| Vectors::pays([m, k, n])) else {
             return Ok(false);
         };
         let a = MatRef::new(elements::<bf16>(a), k, m).transposed();

@@ -26,13 +26,13 @@ impl Vectors {
 
     /// Whether a product of these sizes pays for the packing of its factors.
     #[cfg(target_arch = "x86_64")]
-    pub fn pays(self, [m, k, n]: [usize; 3]) -> bool {
+    pub fn pays([m, k, n]: [usize; 3]) -> bool {
         blocked::pays(m, k, n)
     }
 
     /// None does: there is no such processor.
     #[cfg(not(target_arch = "x86_64"))]
-    pub fn pays(self, _: [usize; 3]) -> bool {
+    pub fn pays(_: [usize; 3]) -> bool {
         false
     }
 

@@ -38,14 +38,27 @@ impl ChatTemplate {
     ///
     /// Files that cannot be read, and a template that is none.
     pub(crate) fn load(arguments: &DataArguments) -> Result<Option<Self>> {
-        let folder = folder(arguments);
+        Self::of(template_file(arguments), folder(arguments))
+    }
+
+    /// The template beside a tokenizer, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// As for [`ChatTemplate::load`].
+    pub(super) fn beside(folder: &Path) -> Result<Option<Self>> {
+        Self::of(file_beside(folder), Some(folder))
+    }
+
+    /// The template of a file, else that in the configuration of the tokenizer in a folder.
+    fn of(given: Option<PathBuf>, folder: Option<&Path>) -> Result<Option<Self>> {
         let config = match folder.map(|folder| folder.join(CONFIG)) {
             Some(path) if path.is_file() => json(&path)?,
             _ => Value::Null,
         };
         let special_tokens = special_tokens(&config);
         let own = config.get("chat_template").and_then(default_of);
-        let (path, source) = match (template_file(arguments), own) {
+        let (path, source) = match (given, own) {
             (Some(path), _) => {
                 let text = read_template(&path)?;
                 (path, text)
@@ -73,11 +86,13 @@ fn folder(arguments: &DataArguments) -> Option<&Path> {
 /// The file that holds a template alone: the one that is set, or the one beside the tokenizer.
 pub(in crate::data) fn template_file(arguments: &DataArguments) -> Option<PathBuf> {
     let given = arguments.chat_template.as_ref().map(|path| path.0.clone());
-    let beside = || {
-        let path = folder(arguments)?.join(JINJA);
-        path.is_file().then_some(path)
-    };
-    given.or_else(beside)
+    given.or_else(|| file_beside(folder(arguments)?))
+}
+
+/// The file in the folder of a tokenizer that holds a template alone.
+fn file_beside(folder: &Path) -> Option<PathBuf> {
+    let path = folder.join(JINJA);
+    path.is_file().then_some(path)
 }
 
 /// The template that is set, by the name that such files have beside a tokenizer, and its content.
