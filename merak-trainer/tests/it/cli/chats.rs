@@ -70,8 +70,7 @@ fn chats_are_learned_alike_on_every_topology_and_by_an_adapter() {
         }
     }
     // The checkpoint takes the template along.
-    let kept =
-        std::fs::read_to_string(place.path("run/checkpoints/step-00000003/chat_template.jinja"));
+    let kept = fs::read_to_string(place.path("run/checkpoints/step-00000003/chat_template.jinja"));
     assert_eq!(kept.ok().as_deref(), Some(TEMPLATE));
     let adapted = trained(&place, "--lora_config lora.json");
     assert!(adapted.iter().all(|loss| loss.is_finite()), "{adapted:?}");
