@@ -30,11 +30,14 @@ pub(super) fn reshape(site: &Site<'_>, to: &[usize]) -> NodePlacement {
 fn reshaped(shard: &Shard, from: &[usize], to: &[usize], degree: usize) -> Option<Shard> {
     let outer: usize = from[..shard.dim].iter().product();
     let inner: usize = from[shard.dim + 1..].iter().product();
-    // Dimensions of size 1 have the same elements before them; the last of the candidates is the
-    // real one.
-    let dim = (0..to.len())
-        .rev()
-        .find(|&dim| to[..dim].iter().product::<usize>() == outer)?;
+    // Dimensions of size 1 have the same elements before them. A dimension that stays with all
+    // before it is the real one, else the last of the candidates.
+    let stays = to.get(..=shard.dim) == Some(&from[..=shard.dim]);
+    let last = || {
+        let mut candidates = (0..to.len()).rev();
+        candidates.find(|&dim| to[..dim].iter().product::<usize>() == outer)
+    };
+    let dim = if stays { shard.dim } else { last()? };
     let step: usize = to[dim + 1..].iter().product();
     let mut parts = Vec::with_capacity(shard.parts.len());
     for part in &shard.parts {

@@ -278,3 +278,29 @@ fn a_model_is_cut_once_and_in_parts() {
             .any(|node| matches!(node.op, Op::AllGather { .. }))
     );
 }
+
+/// A decoding passes whole sequences of any length, in the nodes of a training.
+#[test]
+fn a_decoding_of_any_length_has_the_nodes_of_a_training() {
+    let mut configs = vec![gpt2(2, 0.1, true), llama(2, 2, 0.1)];
+    let mut qwen3 = llama(2, 2, 0.1);
+    qwen3["model_type"] = "qwen3".into();
+    configs.push(qwen3);
+    configs.push(json!({ "model_type": "gpt_neox", "vocab_size": 101, "max_position_embeddings": 16,
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24 }));
+    for (config, tp) in configs.iter().flat_map(|config| [(config, 1), (config, 2)]) {
+        let tensor = Options::new(tp);
+        let (_, cut) = split(config, &options(8), &tensor, &Options::ulysses(2, CUT));
+        let cut = cut.expect("the sequence can be cut").graph;
+        for seq in [1, 2, 3, 7] {
+            let decoding = TraceOptions { seq, ..options(8) };
+            let (_, alike) = split(config, &decoding, &tensor, &Options::ulysses(2, LIKE));
+            let alike = alike.expect("nothing is cut").graph;
+            let scopes = |graph: &Graph| {
+                let nodes = graph.nodes().iter();
+                nodes.map(|node| node.scope.to_string()).collect::<Vec<_>>()
+            };
+            assert_eq!(scopes(&alike), scopes(&cut), "{config} {tp} {seq}");
+        }
+    }
+}
