@@ -15,7 +15,7 @@ const DRAFT: &str = ".merak-tmp-";
 /// Dropping it unfinished removes it. The leftover of a killed process is taken over. Without locks
 /// in the file system, other processes are not kept out.
 #[derive(Debug)]
-pub(crate) struct DraftBeside {
+pub struct DraftBeside {
     folder: PathBuf,
     path: PathBuf,
     is_named: bool,
@@ -33,7 +33,7 @@ impl DraftBeside {
     /// # Errors
     /// [`Error::InUse`] where a live process is writing it, [`Error::AlreadyExists`] for a path
     /// without a name, [`Error::Io`] where the disk refuses.
-    pub(crate) fn begin(folder: &Path) -> Result<Self> {
+    pub fn begin(folder: &Path) -> Result<Self> {
         let path = beside(folder, DRAFT)?;
         let parent = match path.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -62,7 +62,7 @@ impl DraftBeside {
     }
 
     /// Where the files go.
-    pub(crate) fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
@@ -70,7 +70,7 @@ impl DraftBeside {
     ///
     /// # Errors
     /// [`Error::Io`] where the disk refuses.
-    pub(crate) fn finish(mut self) -> Result<()> {
+    pub fn finish(mut self) -> Result<()> {
         rename(&self.path, &self.folder)?;
         self.is_named = true;
         sync_parent(&self.folder)

@@ -173,6 +173,7 @@ pub mod words;
 
 pub use base::Base;
 pub use beam::{BeamSearch, Continued, generate_beams};
+pub use beside::DraftBeside;
 pub use checkpoint::Checkpoint;
 pub use checksum::Checksum;
 pub use cut::Cut;

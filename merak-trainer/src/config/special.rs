@@ -124,7 +124,7 @@ impl TokenizerSource {
 
 impl Setting for TokenizerSource {
     fn expected(_: Range) -> String {
-        r#""bytes", the path of a tokenizer.json, or a table such as { train_bpe = 8192 }"#.into()
+        r#""bytes", the path of a tokenizer.json, or a table such as { train_bpe = 8192 }, outside of a file {"train_bpe":8192}"#.into()
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {

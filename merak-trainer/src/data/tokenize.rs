@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use merak_ckpt::Checksum;
+use merak_ckpt::{Checksum, DraftBeside};
 
 use super::{
     bpe::{WordCounts, add_words, count_words},
@@ -222,7 +222,7 @@ pub fn tokenize(
     folder: &Path,
     progress: &mut dyn FnMut(TextProgress),
 ) -> Result<Tokenized> {
-    let draft = FolderDraft::new(folder)?;
+    let place = TokenPlace::new(folder)?;
     let source = source_print(arguments, crates)?;
     let given = match arguments.tokenizer {
         TokenizerSource::TrainBpe(_) => None,
@@ -235,7 +235,7 @@ pub fn tokenize(
         _ => 0,
     };
     let print = given.as_ref().map(TokenizerFingerprint::of).transpose()?;
-    if let Some(there) = draft.there()? {
+    if let Some(there) = place.there()? {
         let is_same = print.map_or(there.trained == trained, |print| {
             print.checksum == there.tokenizer
         });
@@ -248,7 +248,8 @@ pub fn tokenize(
         (given, source) => given.map_or_else(|| Tokenizer::load(source), Ok)?,
     };
     let header = TokenHeader::new(TokenizerFingerprint::of(&tokenizer)?, source, trained);
-    let path = draft.begin()?;
+    let draft = DraftBeside::begin(folder)?;
+    let path = draft.path().to_path_buf();
     let mut writer = TokenWriter::create(&path, header).map_err(cannot_write(&path))?;
     let (read, total) = (Arc::<AtomicU64>::default(), texts.bytes());
     let mut bytes = 0;
@@ -271,7 +272,7 @@ pub fn tokenize(
         },
     )?;
     let header = writer.finish().map_err(cannot_write(&path))?;
-    draft.finish(&tokenizer.to_json()?)?;
+    place.finish(draft, &tokenizer.to_json()?)?;
     Ok(described(&header, &texts, Some(bytes)))
 }
 
@@ -306,84 +307,63 @@ fn cannot_write(path: &Path) -> impl Fn(io::Error) -> Error + '_ {
     }
 }
 
-/// A folder of token files on its way: it is written beside its place under a hidden name.
-struct FolderDraft {
-    folder: PathBuf,
-    /// The hidden folder, which goes unless it is finished.
-    hidden: PathBuf,
-}
+/// Where a folder of token files goes.
+struct TokenPlace(PathBuf);
 
-impl FolderDraft {
+impl TokenPlace {
     /// Refuses a place that has something else than token files.
     fn new(folder: &Path) -> Result<Self> {
-        let Some(name) = folder.file_name() else {
+        if folder.file_name().is_none() {
             return Err(not_tokens(folder, "it has no name of its own"));
-        };
-        let hidden = folder.with_file_name(format!(".{}.partial", name.to_string_lossy()));
-        let (folder, metadata) = (folder.to_path_buf(), fs::symlink_metadata(folder));
-        let others = match metadata {
+        }
+        let others = match fs::symlink_metadata(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            Err(error) => return Err(cannot_write(&folder)(error)),
+            Err(error) => return Err(cannot_write(folder)(error)),
             Ok(found) if !found.is_dir() => Some("it is no folder".to_owned()),
-            Ok(_) => foreign(&folder)
-                .map_err(cannot_write(&folder))?
+            Ok(_) => foreign(folder)
+                .map_err(cannot_write(folder))?
                 .map(|name| format!("it has {name}")),
         };
         match others {
-            Some(found) => Err(not_tokens(&folder, found)),
-            None => Ok(Self { folder, hidden }),
+            Some(found) => Err(not_tokens(folder, found)),
+            None => Ok(Self(folder.to_path_buf())),
         }
     }
 
-    /// The header of the token file that is there, if it can be read.
+    /// The header of the token file that is there, if all files can be read.
     fn there(&self) -> Result<Option<TokenHeader>> {
-        let path = self.folder.join(TOKENS);
-        if !path.is_file() || !self.folder.join(TOKENIZER).is_file() {
+        let [tokens, index, tokenizer] = [TOKENS, INDEX, TOKENIZER].map(|name| self.0.join(name));
+        let has_all = tokens.is_file() && index.is_file() && tokenizer.is_file();
+        if !has_all || Tokenizer::from_file(&tokenizer).is_err() {
             return Ok(None);
         }
-        match TokenHeader::read(&path) {
+        match TokenHeader::read(&tokens) {
             Err(Error::Data(_)) => Ok(None),
             header => header.map(Some),
         }
     }
 
-    /// Makes the hidden folder; what an earlier attempt left there goes.
-    fn begin(&self) -> Result<PathBuf> {
-        let make = || {
-            if self.hidden.exists() {
-                fs::remove_dir_all(&self.hidden)?;
-            }
-            fs::create_dir_all(&self.hidden)
-        };
-        make().map_err(cannot_write(&self.hidden))?;
-        Ok(self.hidden.clone())
-    }
-
-    /// Puts the hidden folder, with the tokenizer too, in its place.
-    fn finish(&self, tokenizer: &str) -> Result<()> {
-        let replaced = self.hidden.with_extension("replaced");
-        let put = || {
-            fs::write(self.hidden.join(TOKENIZER), tokenizer)?;
-            if self.folder.exists() {
-                if replaced.exists() {
-                    fs::remove_dir_all(&replaced)?;
-                }
-                fs::rename(&self.folder, &replaced)?;
-            }
-            fs::rename(&self.hidden, &self.folder)?;
+    /// Puts what was written beside it, with the tokenizer too, in its place.
+    fn finish(&self, draft: DraftBeside, tokenizer: &str) -> Result<()> {
+        let folder = &self.0;
+        let path = draft.path().join(TOKENIZER);
+        fs::write(&path, tokenizer).map_err(cannot_write(&path))?;
+        let replaced = draft.path().with_extension("replaced");
+        let put_aside = || {
             if replaced.exists() {
                 fs::remove_dir_all(&replaced)?;
             }
+            if folder.exists() {
+                fs::rename(folder, &replaced)?;
+            }
             Ok(())
         };
-        put().map_err(cannot_write(&self.folder))
-    }
-}
-
-impl Drop for FolderDraft {
-    fn drop(&mut self) {
-        // Gone already where it was finished or never begun.
-        let _ = fs::remove_dir_all(&self.hidden);
+        put_aside().map_err(cannot_write(folder))?;
+        draft.finish()?;
+        if replaced.exists() {
+            fs::remove_dir_all(&replaced).map_err(cannot_write(&replaced))?;
+        }
+        Ok(())
     }
 }
 

@@ -125,7 +125,7 @@ fn tokens_of_the_same_text_stay_and_others_are_replaced() {
     let said = place.succeed("tokenize merak.toml");
     assert!(said.contains("wrote     text.tokens"), "{said}");
     // What an attempt that was killed has left is in nobody's way.
-    place.write(".text.tokens.partial/data.tokens", "half");
+    place.write(".merak-tmp-text.tokens/data.tokens", "half");
     place.write("text/b/c.txt", "shorter");
     place.succeed("tokenize merak.toml");
     let names: Vec<_> = files(&place.path(""))
@@ -160,7 +160,7 @@ fn wrong_token_files_and_places_for_them_are_refused() {
     assert_snapshot!(tokenize("-o new --data.tokenizer {\"train_bpe\":200}"), @r#"error: "data.tokenizer.train_bpe" expects an integer from 257 to 1048576, found 200 (command line --data.tokenizer)"#);
     place.write("chats.jsonl", "{\"messages\": []}\n");
     assert_snapshot!(tokenize("-o new --data.path chats.jsonl --data.format jsonl"), @r#"error: chats.jsonl:1: the record has no "text": it has "messages", but records that become tokens need "text" ("data.path", command line --data.path)"#);
-    assert!(!place.path("new").exists() && !place.path(".new.partial").exists());
+    assert!(!place.path("new").exists() && !place.path(".merak-tmp-new").exists());
     let file = File::options()
         .write(true)
         .open(place.path("bpe/data.tokens"));
