@@ -155,19 +155,13 @@ fn a_question_becomes_a_prompt_by_the_template_and_the_answer_alone_is_printed()
     place.succeed("train merak.toml --max_steps 40 --do_eval false");
     let ask = "generate run --temperature 0 --max-new-tokens 4";
     let chat = place.succeed(&format!("{ask} --chat --prompt 3?"));
-    let prompt = "<user>3?\n<assistant>".bytes();
-    let prompt: Vec<_> = prompt.map(|byte| byte.to_string()).collect();
-    let text = place.succeed(&format!("{ask} --prompt-ids {}", prompt.join(",")));
-    assert_eq!(text, format!("<user>3?\n<assistant>{chat}"));
+    // The template's line breaks behind an expression stay.
+    let prompt = "<user>3?\n\n<assistant>";
+    let ids: Vec<_> = prompt.bytes().map(|byte| byte.to_string()).collect();
+    let text = place.succeed(&format!("{ask} --prompt-ids {}", ids.join(",")));
+    assert_eq!(text, format!("{prompt}{chat}"));
     let refused = place.mistake(&format!("{ask} --chat --system x --prompt 3?"));
     assert!(refused.contains("the role system is unknown"), "{refused}");
     place.mistake(&format!("{ask} --chat --prompt-ids 1"));
     place.mistake(&format!("{ask} --system x --prompt 3?"));
-    fs::remove_file(place.path("run/checkpoints/step-00000040/chat_template.jinja"))
-        .expect("a run keeps its template");
-    let refused = place.mistake(&format!("{ask} --chat --prompt 3?"));
-    assert!(
-        refused.contains("--chat needs a chat template"),
-        "{refused}"
-    );
 }

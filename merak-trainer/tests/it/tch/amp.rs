@@ -28,9 +28,10 @@ fn amp_trains_every_family_close_to_f32_on_any_topology() {
             let (first, wide) = (on_tch(&case).run(0), on_tch(&case).run(4));
             let case = amp(&case, key);
             // As in `laws::bf16`, where attention is exact: a rounding may put an activation on the
-            // other side of its corner.
+            // other side of its corner, which changes a gradient as much however small it is.
             let gradients = case.run(0).gradients;
-            assert_close_tensors(&gradients, &first.gradients, 64.0 * rounding, &what);
+            let corners = 64.0 * rounding.max(1.0 / 1024.0);
+            assert_close_tensors(&gradients, &first.gradients, corners, &what);
             let alone = case.run(4);
             assert!(numbers(&alone.reports) != numbers(&wide.reports), "{what}");
             assert_close_losses(&alone.reports, &wide.reports, 2.0 * rounding, &what);
