@@ -132,7 +132,7 @@ fn wholes(module: &str) -> impl Iterator<Item = &str> + Clone {
 /// let config = merak_ckpt::LoraConfig::from_json(&json)?;
 /// assert_eq!(config.to_json()["r"], 4);
 /// let error = merak_ckpt::LoraConfig::from_json(&serde_json::json!({ "rank": 4 })).unwrap_err();
-/// assert_eq!(error, "`rank` is 4, which is not supported");
+/// assert_eq!(error, "`rank` is 4, which is not supported; did you mean `r`?");
 /// # Ok::<(), String>(())
 /// ```
 #[derive(Debug, Clone)]
