@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 /// Prefix of the temporary name, which no other program uses.
 const DRAFT: &str = ".merak-tmp-";
 
+/// Prefix of the name of a folder that another one replaces.
+const OLD: &str = ".merak-old-";
+
 /// A folder that one process is writing: `.merak-tmp-NAME` beside the place of `NAME`.
 ///
 /// Dropping it unfinished removes it. The leftover of a killed process is taken over. Without locks
@@ -61,6 +64,23 @@ impl DraftBeside {
         })
     }
 
+    /// The same for a folder that may be there already, whose place [`DraftBeside::replace`] takes.
+    /// A folder that a replacement put aside before it was killed gets its name back.
+    ///
+    /// # Errors
+    /// As [`DraftBeside::begin`].
+    pub fn begin_replacing(folder: &Path) -> Result<Self> {
+        let draft = Self::begin(folder)?;
+        let old = beside(folder, OLD)?;
+        if old.exists() && !folder.exists() {
+            rename(&old, folder)?;
+        }
+        if old.exists() {
+            remove(&old)?;
+        }
+        Ok(draft)
+    }
+
     /// Where the files go.
     pub fn path(&self) -> &Path {
         &self.path
@@ -74,6 +94,23 @@ impl DraftBeside {
         rename(&self.path, &self.folder)?;
         self.is_named = true;
         sync_parent(&self.folder)
+    }
+
+    /// Gives the folder its name in place of the folder that has it. A crash in between leaves that
+    /// one aside, whole.
+    ///
+    /// # Errors
+    /// As [`DraftBeside::finish`].
+    pub fn replace(self) -> Result<()> {
+        let old = beside(&self.folder, OLD)?;
+        if self.folder.exists() {
+            rename(&self.folder, &old)?;
+        }
+        self.finish()?;
+        if old.exists() {
+            remove(&old)?;
+        }
+        Ok(())
     }
 }
 
@@ -92,7 +129,7 @@ impl Drop for DraftBeside {
 ///
 /// # Errors
 /// [`Error::AlreadyExists`] for a path without a name.
-pub(crate) fn beside(folder: &Path, start: &str) -> Result<PathBuf> {
+fn beside(folder: &Path, start: &str) -> Result<PathBuf> {
     let name = folder.file_name().ok_or_else(|| Error::AlreadyExists {
         path: folder.to_owned(),
     })?;

@@ -2,8 +2,8 @@
 
 use super::factor::{FactorName, PREFIX};
 use super::{LoraConfig, config};
-use crate::beside::{DraftBeside, beside};
-use crate::disk::{remove, rename, sync_folder, write_synced};
+use crate::beside::DraftBeside;
+use crate::disk::{sync_folder, write_synced};
 use crate::error::io_error;
 use crate::hf::{CONFIG, family_of, foreign, read_json};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
@@ -55,28 +55,14 @@ pub fn replace_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()>
 
 fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
     let adapters = adapters(source)?;
-    let draft = DraftBeside::begin(folder)?;
-    // A crash between the two renames leaves the whole folder under this name, which no other
-    // program uses.
-    let old = beside(folder, ".merak-old-")?;
-    if old.exists() && !folder.exists() {
-        rename(&old, folder)?;
-    }
-    if old.exists() {
-        remove(&old)?;
-    }
+    let draft = DraftBeside::begin_replacing(folder)?;
     for (name, tensors) in &adapters {
         write_adapter(source, &place_of(draft.path(), name), tensors)?;
     }
     if folder.exists() {
         keep_others(folder, draft.path())?;
-        rename(folder, &old)?;
     }
-    draft.finish()?;
-    if old.exists() {
-        remove(&old)?;
-    }
-    Ok(())
+    draft.replace()
 }
 
 /// Copies the other content of a folder.

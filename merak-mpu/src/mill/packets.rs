@@ -20,7 +20,8 @@ fn bytes(data: &dyn Buffer) -> usize {
 }
 
 impl Packets {
-    /// Keeps what was sent, the newest first, if it is a vector and not too small.
+    /// Keeps a buffer that nobody needs any more, the newest first, if it is a vector and not too
+    /// small.
     pub(super) fn keep(&mut self, data: Box<dyn Buffer>) {
         if !(LEAST_BYTES..=MOST_BYTES).contains(&bytes(&*data)) || !is_vector(&*data) {
             return;

@@ -248,7 +248,7 @@ pub fn tokenize(
         (given, source) => given.map_or_else(|| Tokenizer::load(source), Ok)?,
     };
     let header = TokenHeader::new(TokenizerFingerprint::of(&tokenizer)?, source, trained);
-    let draft = DraftBeside::begin(folder)?;
+    let draft = DraftBeside::begin_replacing(folder)?;
     let path = draft.path().to_path_buf();
     let mut writer = TokenWriter::create(&path, header).map_err(cannot_write(&path))?;
     let (read, total) = (Arc::<AtomicU64>::default(), texts.bytes());
@@ -272,7 +272,9 @@ pub fn tokenize(
         },
     )?;
     let header = writer.finish().map_err(cannot_write(&path))?;
-    place.finish(draft, &tokenizer.to_json()?)?;
+    let file = path.join(TOKENIZER);
+    fs::write(&file, tokenizer.to_json()?).map_err(cannot_write(&file))?;
+    draft.replace()?;
     Ok(described(&header, &texts, Some(bytes)))
 }
 
@@ -341,29 +343,6 @@ impl TokenPlace {
             Err(Error::Data(_)) => Ok(None),
             header => header.map(Some),
         }
-    }
-
-    /// Puts what was written beside it, with the tokenizer too, in its place.
-    fn finish(&self, draft: DraftBeside, tokenizer: &str) -> Result<()> {
-        let folder = &self.0;
-        let path = draft.path().join(TOKENIZER);
-        fs::write(&path, tokenizer).map_err(cannot_write(&path))?;
-        let replaced = draft.path().with_extension("replaced");
-        let put_aside = || {
-            if replaced.exists() {
-                fs::remove_dir_all(&replaced)?;
-            }
-            if folder.exists() {
-                fs::rename(folder, &replaced)?;
-            }
-            Ok(())
-        };
-        put_aside().map_err(cannot_write(folder))?;
-        draft.finish()?;
-        if replaced.exists() {
-            fs::remove_dir_all(&replaced).map_err(cannot_write(&replaced))?;
-        }
-        Ok(())
     }
 }
 

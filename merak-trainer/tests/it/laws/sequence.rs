@@ -208,7 +208,7 @@ fn what_cannot_be_cut_is_refused_with_what_can() {
         args.map_or_else(|error| chain(&error), |()| "no error".to_owned())
     };
     let odd = cut(&Case::gpt2(), (1, 2, 1)).with("seq_length", 7);
-    insta::assert_snapshot!(message(&odd), @r#""seq_length" is 7 (command line --seq_length), but must be a multiple of "tp", which is 2, while "sequence_parallel" is true, such as 8"#);
+    insta::assert_snapshot!(message(&odd), @r#""seq_length" is 7 (command line --seq_length), but must be a multiple of "tp", which is 2, while "sequence_parallel" is true, such as 6"#);
     let dim = cut(&Case::gpt2(), (1, 2, 1)).with("sequence_dim", 0);
     insta::assert_snapshot!(message(&dim), @r#""sequence_dim" is 0, but the hidden states of a gpt2 are [batch, sequence, width]: choose 1; 0 is for models of your own with [sequence, batch, width]"#);
     let alone = cut(&Case::gpt2(), (1, 1, 1)).with("seq_length", 7);

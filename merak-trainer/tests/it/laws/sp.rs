@@ -256,10 +256,10 @@ fn what_cannot_be_shared_is_refused_with_what_can() {
         args.map_or_else(|error| chain(&error), |()| "no error".to_owned())
     };
     let shared = |sp| Case::gpt2().sharing(sp);
-    insta::assert_snapshot!(message(&shared(3)), @r#""seq_length" is 8 (command line --seq_length), but must be a multiple of "sp", which is 3, such as 9"#);
+    insta::assert_snapshot!(message(&shared(3)), @r#""seq_length" is 8 (command line --seq_length), but must be a multiple of "sp", which is 3, such as 6"#);
     insta::assert_snapshot!(message(&shared(8)), @r#"transformer.h.0.attn: 4 attention heads of a rank cannot be split over sp = 8: choose "sp" among 1, 2, 4"#);
     let both = shared(2).on((1, 2, 1)).with("sequence_parallel", true);
-    insta::assert_snapshot!(message(&both.with("seq_length", 6)), @r#""seq_length" is 6 (command line --seq_length), but must be a multiple of "tp" x "sp", which is 4, while "sequence_parallel" is true, such as 8"#);
+    insta::assert_snapshot!(message(&both.with("seq_length", 6)), @r#""seq_length" is 6 (command line --seq_length), but must be a multiple of "tp" x "sp", which is 4, while "sequence_parallel" is true, such as 4"#);
     insta::assert_snapshot!(message(&shared(4).on((1, 2, 1))), @r#"transformer.h.0.attn: 2 attention heads of a rank cannot be split over sp = 4: choose "sp" among 1, 2"#);
     insta::assert_snapshot!(message(&shared(2).with("sequence_dim", 0)), @r#""sequence_dim" is 0, but the hidden states of a gpt2 are [batch, sequence, width]: choose 1; 0 is for models of your own with [sequence, batch, width]"#);
     let encoder = encoders::models()
