@@ -1,5 +1,4 @@
-//! How both commands print sizes, and names and values that come from outside, and which name a
-//! mistyped one means.
+//! How both commands print sizes, and names and values that come from outside.
 //!
 //! ```
 //! use merak_ckpt::words::{Bytes, brief, message};
@@ -236,69 +235,9 @@ fn shortened(text: &str, longest: usize, acts: impl Fn(char) -> bool) -> String 
     )
 }
 
-/// Names with fewer characters are no abbreviation.
-const SHORTEST_ABBREVIATION: usize = 3;
-
-/// Names with less similarity than this are not suggested.
-const LEAST_SIMILARITY: f64 = 0.6;
-
-/// What a mistyped name probably means: the only candidate that begins with `name`, else the one
-/// most similar to it, if any is similar; the first one on ties. Case is ignored.
-pub fn nearest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let name = name.to_lowercase();
-    let candidates: Vec<_> = candidates.collect();
-    if name.len() >= SHORTEST_ABBREVIATION {
-        let mut longer = candidates
-            .iter()
-            .filter(|other| other.to_lowercase().starts_with(&name));
-        if let (Some(&only), None) = (longer.next(), longer.next()) {
-            return Some(only);
-        }
-    }
-    let mut best = None;
-    let mut best_similarity = LEAST_SIMILARITY;
-    for &candidate in &candidates {
-        let similarity = strsim::normalized_damerau_levenshtein(&name, &candidate.to_lowercase());
-        if similarity > best_similarity {
-            best = Some(candidate);
-            best_similarity = similarity;
-        }
-    }
-    best.or_else(|| one_letter_off(&name, &candidates))
-}
-
-/// The only candidate as long as a name of two letters that differs in one: half of the name, which
-/// a similarity takes for another name.
-fn one_letter_off<'a>(name: &str, candidates: &[&'a str]) -> Option<&'a str> {
-    let is_off = |candidate: &&&str| {
-        let slips = strsim::hamming(name, &candidate.to_lowercase());
-        name.len() + 1 == SHORTEST_ABBREVIATION && slips == Ok(1)
-    };
-    let mut close = candidates.iter().filter(is_off);
-    close.next().filter(|_| close.next().is_none()).copied()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_typing_slip_finds_its_name_and_nonsense_finds_none() {
-        let names = ["train_schedule", "tp", "pp"];
-        assert_eq!(
-            nearest("train_shedule", names.into_iter()),
-            Some("train_schedule")
-        );
-        assert_eq!(nearest("TP", names.into_iter()), Some("tp"));
-        assert_eq!(nearest("zzz", names.into_iter()), None);
-        // Of two letters one is half of the name.
-        assert_eq!(nearest("tq", names.into_iter()), Some("tp"));
-        assert_eq!(nearest("xp", names.into_iter()), None);
-        assert_eq!(nearest("xy", names.into_iter()), None);
-        let names = ["adam", "adamw_torch", "sgd"];
-        assert_eq!(nearest("adamw", names.into_iter()), Some("adamw_torch"));
-        assert_eq!(nearest("adm", names.into_iter()), Some("adam"));
-    }
 
     #[test]
     fn sizes_have_three_digits_and_a_binary_unit() {

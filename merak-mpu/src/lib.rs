@@ -106,6 +106,7 @@ mod mill;
 #[cfg(all(unix, feature = "mpi"))]
 pub mod mpi;
 mod mpu;
+pub mod names;
 #[cfg(all(unix, feature = "nccl"))]
 pub mod nccl;
 mod pages;

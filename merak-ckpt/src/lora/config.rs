@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::hf::{foreign, read_json};
-use crate::words;
+use merak_mpu::names::nearest;
 use regex::Regex;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -260,7 +260,7 @@ impl LoraConfig {
                 let known = FIELDS.iter().chain(&OTHERS).copied();
                 let synonym = SYNONYMS.iter().find(|(other, _)| *other == name);
                 let hint = synonym.map(|(_, field)| *field);
-                let hint = hint.or_else(|| words::nearest(name, known));
+                let hint = hint.or_else(|| nearest(name, known));
                 let hint =
                     hint.map_or_else(String::new, |name| format!("; did you mean `{name}`?"));
                 return Err(format!("`{name}` is {value}, which is not supported{hint}"));

@@ -2,6 +2,7 @@
 
 use super::{SegmentOptions, SplitRule};
 use crate::{Error, Result, borders::Borders};
+use merak_mpu::names::closest;
 use merak_trace::{
     Graph, Node,
     models::{self, Family},
@@ -137,26 +138,16 @@ fn unknown_point(graph: &Graph, point: &str) -> Error {
         names.extend(path.match_indices('.').map(|(dot, _)| &path[..dot]));
         names.insert(path);
     }
-    let nearest = nearest(point, names.into_iter())
-        .unwrap_or_default()
-        .to_owned();
-    Error::UnknownSplitPoint {
-        point: point.to_owned(),
-        nearest,
-    }
-}
-
-/// The most similar of some names, the first among equals; the end of a path is more similar than
-/// anything else.
-fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let is_end = |name: &str| {
-        let head = name.strip_suffix(found);
+    let is_end = |name: &&str| {
+        let head = name.strip_suffix(point);
         head.is_some_and(|head| head.ends_with('.'))
     };
-    let scored = names.map(|name| ((!is_end(name), strsim::osa_distance(found, name)), name));
-    scored
-        .reduce(|best, next| if next.0 < best.0 { next } else { best })
-        .map(|(_, name)| name)
+    let end = names.iter().copied().find(is_end);
+    let nearest = end.or_else(|| closest(point, names.iter().copied()));
+    Error::UnknownSplitPoint {
+        point: point.to_owned(),
+        nearest: nearest.unwrap_or_default().to_owned(),
+    }
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::fmt::Debug;
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 
-use super::gemm::{self, Lanes, Start};
+use super::gemm::{self, Element, Lanes, Start};
 use super::trig::ln_of_normal;
 use super::{MatMut, MatRef, Threads};
 
@@ -18,7 +18,7 @@ use super::{MatMut, MatRef, Threads};
 /// additions, fused multiply-adds and divisions alone, so that they vectorise and give the same
 /// bits on every host. NaN and infinities behave as in the standard library.
 pub trait Float:
-    faer::traits::ComplexField
+    Element
     + Lanes
     + Copy
     + Debug

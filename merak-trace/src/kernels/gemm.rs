@@ -1,7 +1,5 @@
 //! Matrix products.
 
-use faer::{Accum, Par};
-
 #[cfg(target_arch = "x86_64")]
 use super::Units;
 use super::{Float, MatMut, MatRef, Threads};
@@ -15,6 +13,7 @@ mod dots;
 mod halves;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
+mod library;
 mod operand;
 #[cfg(target_arch = "x86_64")]
 mod pack;
@@ -36,6 +35,8 @@ pub use halves::narrow;
 pub(super) use halves::product_of_halves;
 #[cfg(target_arch = "x86_64")]
 pub use lanes::{Isa, Lanes};
+pub use library::Element;
+pub(super) use library::gemm_inline;
 pub use operand::{Operand, widen};
 #[cfg(feature = "tch")]
 pub use vectors::Vectors;
@@ -254,7 +255,7 @@ fn on_registers<'c, T: Float, W: Operand<T>>(
     c: MatMut<'c, T>,
 ) -> Result<(), MatMut<'c, T>> {
     let wide = V4::try_new();
-    // With AVX2, faer's blocks are faster.
+    // With AVX2, the library's blocks are faster.
     if let (true, Some(simd)) = (blocked::pays(a.rows(), a.cols(), b.cols()), wide) {
         if let Err(c) = W::product_on_tiles(simd, threads, alpha, (a, b), start, c) {
             blocked::product::<_, _, _, STRIP>(simd, threads, alpha, (a, b), start, c);
@@ -299,33 +300,10 @@ pub fn gemm_batched<'a, T: Float>(
     });
 }
 
-/// Computes `c = alpha a b` (or adds it) on the calling thread, for kernels that are parallel
-/// outside.
-#[inline]
-pub(super) fn gemm_inline<T: Float>(
-    alpha: T,
-    a: MatRef<'_, T>,
-    b: MatRef<'_, T>,
-    write: Write,
-    c: MatMut<'_, T>,
-) {
-    let accumulate = match write {
-        Write::Replace => Accum::Replace,
-        Write::Add => Accum::Add,
-    };
-    faer::linalg::matmul::matmul(
-        c.into_faer(),
-        accumulate,
-        a.into_faer(),
-        b.into_faer(),
-        alpha,
-        Par::Seq,
-    );
-}
-
-/// Computes a small product, so that the calling thread has the scratch memory that faer keeps for
-/// each thread until it ends. Its size follows from the caches that faer finds, and goes from 4 MiB
-/// up to twice the caches of the machine; products touch a small part of it.
+/// Computes a small product, so that the calling thread has the scratch memory that the
+/// library of products keeps for each thread until it ends. Its size follows from the caches that
+/// the library finds, and goes from 4 MiB up to twice the caches of the machine; products touch a
+/// small part of it.
 pub fn take_product_scratch() {
     // Products of fewer elements need none.
     const SIDE: usize = 64;

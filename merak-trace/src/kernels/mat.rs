@@ -1,4 +1,12 @@
-//! Matrix views: a slice with its strides.
+//! Matrix views: where elements lie and how far rows and columns are apart.
+#![expect(
+    unsafe_code,
+    reason = "columns of one matrix are written side by side, which slices cannot express"
+)]
+
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+use std::slice;
 
 use super::Float;
 
@@ -6,7 +14,11 @@ use super::Float;
 /// at least one of the strides is one.
 #[derive(Debug, Clone, Copy)]
 pub struct MatRef<'a, T> {
-    view: faer::MatRef<'a, T>,
+    data: &'a [T],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
 }
 
 impl<'a, T: Copy> MatRef<'a, T> {
@@ -17,7 +29,11 @@ impl<'a, T: Copy> MatRef<'a, T> {
     /// If the rows overlap or `data` ends before the last one does.
     pub fn with_row_stride(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         Self {
-            view: column_major(data, cols, rows, row_stride).transpose(),
+            data: &data[..extent(rows, cols, row_stride)],
+            rows,
+            cols,
+            row_stride: if rows > 1 { row_stride } else { cols },
+            col_stride: 1,
         }
     }
 
@@ -34,18 +50,22 @@ impl<'a, T: Copy> MatRef<'a, T> {
     #[must_use]
     pub fn transposed(self) -> Self {
         Self {
-            view: self.view.transpose(),
+            data: self.data,
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
         }
     }
 
     /// Number of rows.
     pub fn rows(&self) -> usize {
-        self.view.nrows()
+        self.rows
     }
 
     /// Number of columns.
     pub fn cols(&self) -> usize {
-        self.view.ncols()
+        self.cols
     }
 
     /// `len` rows from row `start`.
@@ -55,8 +75,16 @@ impl<'a, T: Copy> MatRef<'a, T> {
     /// If the matrix has fewer rows.
     #[must_use]
     pub fn sub_rows(self, start: usize, len: usize) -> Self {
+        assert!(
+            start <= self.rows && len <= self.rows - start,
+            "{len} rows from {start} of {}",
+            self.rows,
+        );
+        let first = (start * self.row_stride).min(self.data.len());
         Self {
-            view: self.view.subrows(start, len),
+            data: &self.data[first..],
+            rows: len,
+            ..self
         }
     }
 
@@ -67,30 +95,37 @@ impl<'a, T: Copy> MatRef<'a, T> {
     /// If the matrix has fewer columns.
     #[must_use]
     pub fn sub_cols(self, start: usize, len: usize) -> Self {
-        Self {
-            view: self.view.subcols(start, len),
-        }
+        self.transposed().sub_rows(start, len).transposed()
     }
 
     /// The elements of a row, which must be contiguous.
     pub(super) fn row(self, row: usize) -> &'a [T] {
-        self.view
-            .row(row)
-            .try_as_row_major()
-            .expect("the caller asks for contiguous rows alone")
-            .as_slice()
+        assert!(
+            self.has_contiguous_rows() && row < self.rows,
+            "row {row} of {} is no slice",
+            self.rows,
+        );
+        &self.data[row * self.row_stride..][..self.cols]
     }
 
+    /// Whether the elements of each row follow each other.
     pub(super) fn has_contiguous_rows(&self) -> bool {
-        self.view.col_stride() == 1
+        self.col_stride == 1
     }
 
+    /// Whether the elements of each column follow each other.
     pub(super) fn has_contiguous_cols(&self) -> bool {
-        self.view.row_stride() == 1
+        self.row_stride == 1
     }
 
-    pub(super) fn into_faer(self) -> faer::MatRef<'a, T> {
-        self.view
+    /// Elements from one row to the next, and from one column to the next.
+    pub(super) fn strides(&self) -> [isize; 2] {
+        [self.row_stride, self.col_stride].map(usize::cast_signed)
+    }
+
+    /// The address of element (0, 0).
+    pub(super) fn as_ptr(&self) -> *const T {
+        self.data.as_ptr()
     }
 }
 
@@ -100,8 +135,17 @@ impl<'a, T: Copy> MatRef<'a, T> {
 /// side by side, say) can be written by one kernel, and the tiles of a matrix by several threads.
 #[derive(Debug)]
 pub struct MatMut<'a, T> {
-    view: faer::MatMut<'a, T>,
+    start: NonNull<T>,
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    elements: PhantomData<&'a mut [T]>,
 }
+
+// SAFETY: a view is the only way to its elements, as a mutable slice is.
+unsafe impl<T: Send> Send for MatMut<'_, T> {}
+// SAFETY: a shared view gives no element away.
+unsafe impl<T: Sync> Sync for MatMut<'_, T> {}
 
 impl<'a, T: Float> MatMut<'a, T> {
     /// Views rows that begin `row_stride` elements apart.
@@ -110,13 +154,13 @@ impl<'a, T: Float> MatMut<'a, T> {
     ///
     /// If the rows overlap or `data` ends before the last one does.
     pub fn with_row_stride(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
-        let columns = if rows <= 1 {
-            faer::MatMut::from_column_major_slice_mut(&mut data[..rows * cols], cols, rows)
-        } else {
-            faer::MatMut::from_column_major_slice_with_stride_mut(data, cols, rows, row_stride)
-        };
+        let data = &mut data[..extent(rows, cols, row_stride)];
         Self {
-            view: columns.transpose_mut(),
+            start: NonNull::from(data).cast(),
+            rows,
+            cols,
+            row_stride: if rows > 1 { row_stride } else { cols },
+            elements: PhantomData,
         }
     }
 
@@ -131,12 +175,12 @@ impl<'a, T: Float> MatMut<'a, T> {
 
     /// Number of rows.
     pub fn rows(&self) -> usize {
-        self.view.nrows()
+        self.rows
     }
 
     /// Number of columns.
     pub fn cols(&self) -> usize {
-        self.view.ncols()
+        self.cols
     }
 
     /// The first `at` rows and the others.
@@ -145,8 +189,21 @@ impl<'a, T: Float> MatMut<'a, T> {
     ///
     /// If `at` is past the last row.
     pub fn split_rows(self, at: usize) -> (Self, Self) {
-        let (top, bottom) = self.view.split_at_row_mut(at);
-        (Self { view: top }, Self { view: bottom })
+        assert!(at <= self.rows, "row {at} of {}", self.rows);
+        // Of no rows, the address is never read: it may be that of the first element.
+        let skipped = if at < self.rows {
+            at * self.row_stride
+        } else {
+            0
+        };
+        let top = Self { rows: at, ..self };
+        let bottom = Self {
+            // SAFETY: row `at` begins within the elements of this view.
+            start: unsafe { self.start.add(skipped) },
+            rows: self.rows - at,
+            ..self
+        };
+        (top, bottom)
     }
 
     /// The first `at` columns and the others.
@@ -155,8 +212,16 @@ impl<'a, T: Float> MatMut<'a, T> {
     ///
     /// If `at` is past the last column.
     pub fn split_cols(self, at: usize) -> (Self, Self) {
-        let (left, right) = self.view.split_at_col_mut(at);
-        (Self { view: left }, Self { view: right })
+        assert!(at <= self.cols, "column {at} of {}", self.cols);
+        let skipped = if self.rows > 0 { at } else { 0 };
+        let left = Self { cols: at, ..self };
+        let right = Self {
+            // SAFETY: the first row has `cols` elements, and `at` is not past their end.
+            start: unsafe { self.start.add(skipped) },
+            cols: self.cols - at,
+            ..self
+        };
+        (left, right)
     }
 
     /// Blocks of `height` rows, the last one shorter.
@@ -189,19 +254,17 @@ impl<'a, T: Float> MatMut<'a, T> {
     ///
     /// If there is no such row.
     pub fn row_mut(&mut self, row: usize) -> &mut [T] {
-        self.view
-            .as_mut()
-            .row_mut(row)
-            .try_as_row_major_mut()
-            .expect("rows are contiguous by construction")
-            .as_slice_mut()
+        assert!(row < self.rows, "row {row} of {}", self.rows);
+        // SAFETY: the row begins within the elements of this view.
+        let start = unsafe { self.start.add(row * self.row_stride) };
+        // SAFETY: the row lies within the elements of this view, which is borrowed while the slice
+        // lives. Views of the columns beside it hold other elements.
+        unsafe { slice::from_raw_parts_mut(start.as_ptr(), self.cols) }
     }
 
     /// A view for a shorter time.
     pub fn reborrow(&mut self) -> MatMut<'_, T> {
-        MatMut {
-            view: self.view.as_mut(),
-        }
+        MatMut { ..*self }
     }
 
     /// Sets every element.
@@ -211,18 +274,34 @@ impl<'a, T: Float> MatMut<'a, T> {
         }
     }
 
-    pub(super) fn into_faer(self) -> faer::MatMut<'a, T> {
-        self.view
+    /// Elements from one row to the next, and from one column to the next.
+    pub(super) fn strides(&self) -> [isize; 2] {
+        [self.row_stride.cast_signed(), 1]
+    }
+
+    /// The address of element (0, 0).
+    pub(super) fn as_mut_ptr(&mut self) -> *mut T {
+        self.start.as_ptr()
     }
 }
 
-/// faer requires a full stride for each column but the last; a single column needs none.
-fn column_major<T>(data: &[T], rows: usize, cols: usize, stride: usize) -> faer::MatRef<'_, T> {
-    if cols <= 1 {
-        faer::MatRef::from_column_major_slice(&data[..rows * cols], rows, cols)
-    } else {
-        faer::MatRef::from_column_major_slice_with_stride(data, rows, cols, stride)
-    }
+/// Elements from the first one of a matrix to behind its last one.
+///
+/// # Panics
+///
+/// If its rows overlap.
+fn extent(rows: usize, cols: usize, row_stride: usize) -> usize {
+    let Some(before_last) = rows.checked_sub(1) else {
+        return 0;
+    };
+    assert!(
+        before_last == 0 || row_stride >= cols,
+        "rows of {cols} elements overlap at a stride of {row_stride}",
+    );
+    before_last
+        .checked_mul(row_stride)
+        .and_then(|start| start.checked_add(cols))
+        .expect("a matrix fits the address space")
 }
 
 #[cfg(test)]
@@ -247,9 +326,10 @@ mod tests {
     fn strided_rows_may_end_with_the_data() {
         let data: Vec<f64> = (0..11).map(f64::from).collect();
         let view = MatRef::with_row_stride(&data, 3, 3, 4);
-        assert_eq!(view.into_faer()[(2, 2)], 10.0);
-        assert_eq!(view.transposed().into_faer()[(1, 2)], 9.0);
-        assert_eq!(view.sub_rows(1, 2).sub_cols(2, 1).into_faer()[(0, 0)], 6.0);
+        assert_eq!(view.row(2), [8.0, 9.0, 10.0]);
+        assert_eq!(view.transposed().sub_cols(2, 1).transposed().row(0)[1], 9.0);
+        assert_eq!(view.sub_rows(1, 2).sub_cols(2, 1).row(0), [6.0]);
+        assert_eq!(view.sub_rows(3, 0).rows(), 0);
         let row = MatRef::with_row_stride(&data, 1, 11, 100);
         assert_eq!(row.cols(), 11);
     }

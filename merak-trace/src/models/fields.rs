@@ -2,6 +2,7 @@
 
 use super::inert::INERT;
 use crate::{Error, Result, op::Activation};
+use merak_mpu::names::nearest;
 use serde_json::{Map, Value as Json};
 use std::{cell::RefCell, collections::BTreeSet, fmt};
 
@@ -448,16 +449,6 @@ pub(super) fn error(field: &str, reason: &str) -> Error {
         field: field.to_owned(),
         reason: reason.to_owned(),
     }
-}
-
-/// The name most similar to a mistyped one, if any is similar.
-fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
-    let similarity = |other: &str| strsim::normalized_damerau_levenshtein(name, other);
-    known
-        .map(|other| (similarity(other), other))
-        .filter(|(similarity, _)| *similarity > 0.6)
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, other)| other)
 }
 
 /// The size of a head, when the width divides by the number of heads.

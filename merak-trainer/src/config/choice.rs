@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use merak_ckpt::words::nearest;
 use merak_mpu::EngineKind;
+use merak_mpu::names::nearest;
 use merak_trace::Units;
 use serde_json::Value;
 

@@ -5,7 +5,7 @@ use super::{
     reserved::RESERVED,
 };
 use crate::error::{ConfigError, Error};
-use merak_ckpt::words::nearest;
+use merak_mpu::names::nearest;
 
 /// Names that other programs have for a key.
 const SYNONYMS: &[(&str, &str)] = &[

@@ -1,5 +1,6 @@
 //! Chats and instructions as samples of a model of the next token: loss on the answers only.
 
+mod clock;
 mod files;
 mod prompts;
 mod python;

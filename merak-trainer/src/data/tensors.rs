@@ -10,7 +10,7 @@ use super::{
     translation::moved_right,
 };
 use crate::error::{DataError, Error, Result};
-use merak_ckpt::words::nearest;
+use merak_mpu::names::nearest;
 
 /// A tensor that samples lack and that is made from their others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -193,7 +193,7 @@ fn check_names(files: &TensorFiles, model: &ModelInputs) -> Result<()> {
             name: name.to_owned(),
             family: model.family,
             read: read.join(", "),
-            nearest: nearest(name, read.into_iter()).map(str::to_owned),
+            nearest: nearest(name, read).map(str::to_owned),
         })),
     }
 }

@@ -6,8 +6,9 @@ use crate::{
     error::{ConfigError, Error, Result, ResumeError},
     folder::ADAPTER,
 };
-use merak_ckpt::{Checkpoint, Store, replace_lora, words::nearest};
+use merak_ckpt::{Checkpoint, Store, replace_lora};
 use merak_mpu::ReduceOp;
+use merak_mpu::names::nearest;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 

@@ -13,8 +13,8 @@ use crate::{
 };
 use merak_ckpt::{
     Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, TensorEntry, format::CHECKPOINTS,
-    words::nearest,
 };
+use merak_mpu::names::nearest;
 use merak_trace::Param;
 use merak_zero::OptimizerKind;
 use serde_json::Value;
@@ -147,7 +147,7 @@ pub(super) fn with_words(error: Error, from: &str) -> Error {
             if matches!(*reason, CkptError::NotFound { .. })
                 && !OWN_CHECKPOINTS.contains(&from) =>
         {
-            let nearest = nearest(from, OWN_CHECKPOINTS.into_iter()).map(Into::into);
+            let nearest = nearest(from, OWN_CHECKPOINTS).map(Into::into);
             Error::Resume(ResumeError::NoCheckpoint { reason, nearest })
         }
         other => other,

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use jiff::Zoned;
 use minijinja::{
     Environment, Error, ErrorKind,
     syntax::SyntaxConfig,
@@ -11,6 +10,7 @@ use minijinja::{
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::{Map, Value};
 
+use super::clock::LocalTime;
 use super::python;
 
 /// Around the text of a `{% generation %}` block: characters that no text has, as Unicode keeps
@@ -76,10 +76,10 @@ impl ChatTemplate {
         environment.add_test("iterable", python::is_sequence);
         environment.add_function("raise_exception", refuse);
         // One moment for all chats of a run.
-        let now = Zoned::now();
+        let now = LocalTime::now();
         environment.add_function("strftime_now", move |format: String| {
-            let text = jiff::fmt::strtime::format(&format, &now);
-            text.map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
+            let text = now.format(&format);
+            text.map_err(|error| Error::new(ErrorKind::InvalidOperation, error))
         });
         environment
             .add_template_owned("chat", source)
