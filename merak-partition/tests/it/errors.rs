@@ -60,7 +60,7 @@ fn an_unknown_split_point_names_the_nearest_path() {
     assert_snapshot!(message(&with("transformers.h.1"), &StageMethod::Uniform), @r#"split point "transformers.h.1" matches no module or parameter; the nearest is "transformer.h.1""#);
     assert_snapshot!(message(&with("h.1"), &StageMethod::Uniform), @r#"split point "h.1" matches no module or parameter; the nearest is "transformer.h.1""#);
     assert_snapshot!(message(&with("transformer.h.1.mlp.c_fc.wieght"), &StageMethod::Uniform), @r#"split point "transformer.h.1.mlp.c_fc.wieght" matches no module or parameter; the nearest is "transformer.h.1.mlp.c_fc.weight""#);
-    assert_snapshot!(message(&with(""), &StageMethod::Uniform), @r#"split point "" matches no module or parameter; the nearest is "loss""#);
+    assert_snapshot!(message(&with(""), &StageMethod::Uniform), @r#"split point "" matches no module or parameter; the nearest is "lm_head""#);
 }
 
 #[test]

@@ -317,7 +317,7 @@ impl Prepared {
             train_data: self.datasets.train.clone(),
             eval_data: self.datasets.validation.clone(),
             model_files: self.model_files.clone(),
-            fingerprint: self.datasets.train.is_some().then_some(self.fingerprint),
+            fingerprint: Some(self.fingerprint),
             ..TrainerParts::default()
         }
     }

@@ -144,6 +144,12 @@ impl TokenizerFingerprint {
     }
 }
 
+impl fmt::Display for TokenizerFingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "tokenizer {} of {} tokens", self.checksum, self.tokens)
+    }
+}
+
 impl fmt::Display for DataFingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let files = count(usize::try_from(self.files).unwrap_or(usize::MAX), "file");
@@ -154,9 +160,7 @@ impl fmt::Display for DataFingerprint {
         }
         write!(f, ", {samples} training samples")?;
         match &self.tokenizer {
-            Some(TokenizerFingerprint { tokens, checksum }) => {
-                write!(f, ", tokenizer {checksum} of {tokens} tokens")
-            }
+            Some(tokenizer) => write!(f, ", {tokenizer}"),
             None => Ok(()),
         }
     }

@@ -495,13 +495,15 @@ impl MerakTrainer {
                 }
             })?;
         }
+        if self.stages.mpu.is_rank_0() {
+            let (plan, parts) = (&self.stages.plan, &self.parts);
+            resume::warn_of_checkpoint(plan, &self.args, parts, state.as_ref(), checkpoint);
+        }
         if let Some(state) = state.as_ref().filter(|_| !self.args.finetune) {
             if !self.args.no_load_rng && self.stages.mpu.is_rank_0() {
                 resume::warn_of_seeds(&self.args, state, checkpoint.path());
             }
             if self.stages.mpu.is_rank_0() {
-                resume::warn_of_data(&self.stages.plan, &self.parts, state, checkpoint);
-                resume::warn_of_optimizer(&self.args, checkpoint);
                 self.saving.adapter_base = resume::adapter_base(&self.stages.plan, checkpoint);
             }
             self.restore_position(state)?;

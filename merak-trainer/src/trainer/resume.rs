@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     config::CheckedArguments,
+    data::DataFingerprint,
     error::{Error, Result, ResumeError, chain},
     folder::{ADAPTER_CONFIG, AUTO, Contents, OWN_CHECKPOINTS},
     plan::{BASE_NAME, ParamGroups, Plan},
@@ -165,9 +166,8 @@ fn find_from(
         let checkpoint = untied(checkpoint, args)?;
         let state = check(&checkpoint, plan, args, parts)?;
         let Some(damage) = checkpoint.verify().damage.into_iter().next() else {
-            if let Some(state) = state.as_ref().filter(|_| !args.finetune) {
-                warn_of_data(plan, parts, state, &checkpoint);
-                warn_of_optimizer(args, &checkpoint);
+            warn_of_checkpoint(plan, args, parts, state.as_ref(), &checkpoint);
+            if state.is_some() && !args.finetune {
                 adapter_base(plan, &checkpoint);
             }
             let mut found = LoadedCheckpoint::of(&checkpoint, state.as_ref());
@@ -528,14 +528,44 @@ fn other_length(plan: &Plan, checkpoint: &Checkpoint) -> Option<[u64; 2]> {
     (saved != now).then_some([saved, now])
 }
 
-/// Warns where the run goes on in samples other than those that the checkpoint was saved with: of
-/// other data, or cut from the same data in another way.
-pub(super) fn warn_of_data(
+/// Warns of what a checkpoint was saved with and is not so here. A run that takes the weights alone
+/// reads other data, and needs the same tokens.
+pub(super) fn warn_of_checkpoint(
     plan: &Plan,
+    args: &CheckedArguments,
     parts: &TrainerParts,
-    saved: &RunState,
+    saved: Option<&RunState>,
     checkpoint: &Checkpoint,
 ) {
+    match saved {
+        Some(saved) if args.finetune => warn_of_tokenizer(parts, saved, checkpoint),
+        Some(saved) => {
+            warn_of_data(plan, parts, saved, checkpoint);
+            warn_of_optimizer(args, checkpoint);
+        }
+        None => {}
+    }
+}
+
+/// Warns where texts become other tokens than those that the weights have learned.
+fn warn_of_tokenizer(parts: &TrainerParts, saved: &RunState, checkpoint: &Checkpoint) {
+    let tokenizer = |data: Option<DataFingerprint>| data?.tokenizer;
+    let (Some(saved), Some(now)) = (tokenizer(saved.data), tokenizer(parts.fingerprint)) else {
+        return;
+    };
+    if saved != now {
+        tracing::warn!(
+            path = %checkpoint.path().display(),
+            %saved,
+            %now,
+            "the tokenizer is not that of the checkpoint, whose weights know other tokens: set \"data.tokenizer\" to that of its folder"
+        );
+    }
+}
+
+/// Warns where the run goes on in samples other than those that the checkpoint was saved with: of
+/// other data, or cut from the same data in another way.
+fn warn_of_data(plan: &Plan, parts: &TrainerParts, saved: &RunState, checkpoint: &Checkpoint) {
     let path = checkpoint.path().display();
     let length = other_length(plan, checkpoint);
     if let Some([saved, now]) = length {
@@ -556,7 +586,7 @@ pub(super) fn warn_of_data(
             %now,
             "the data are not those that the checkpoint was saved with: training goes on at its place in other data"
         );
-    } else if saved.samples != now.samples && length.is_none() {
+    } else if saved.samples != now.samples && now.samples > 0 && length.is_none() {
         tracing::warn!(
             %path,
             saved = saved.samples,
@@ -584,7 +614,7 @@ pub(super) fn adapter_base(plan: &Plan, checkpoint: &Checkpoint) -> Option<Value
 }
 
 /// Warns where a run that another program began goes on with other numbers of the optimizer.
-pub(super) fn warn_of_optimizer(args: &CheckedArguments, checkpoint: &Checkpoint) {
+fn warn_of_optimizer(args: &CheckedArguments, checkpoint: &Checkpoint) {
     let state = &checkpoint.manifest().header.state;
     let Some(groups) = state["imported"]["param_groups"].as_object() else {
         return;

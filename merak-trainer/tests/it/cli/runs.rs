@@ -10,6 +10,7 @@ use std::{
 
 use insta::assert_snapshot;
 use merak_ckpt::{Checkpoint, Store};
+use serde_json::Value;
 
 use super::{Ended, Workplace, files};
 
@@ -578,6 +579,33 @@ fn a_resumed_run_tells_other_lengths_and_other_contents_apart() {
     let text = fs::read_to_string(place.path("text/a.txt")).expect("a text");
     place.write("text/a.txt", &text.replacen("every", "never", 1));
     assert!(warned("").contains(other_data));
+}
+
+#[test]
+fn weights_that_get_the_tokens_of_another_tokenizer_bring_a_warning() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 2");
+    let checkpoint = "run/checkpoints/step-00000002";
+    let json = fs::read_to_string(place.path(&format!("{checkpoint}/tokenizer.json")));
+    let json = json.expect("a checkpoint has its tokenizer");
+    let mut other: Value = serde_json::from_str(&json).expect("it is JSON");
+    let vocab = &mut other["model"]["vocab"];
+    let (e, t) = (vocab["e"].take(), vocab["t"].take());
+    (vocab["e"], vocab["t"]) = (t, e);
+    place.write("other.json", &other.to_string());
+    place.write("same.json", &json);
+    let warning = "the tokenizer is not that of the checkpoint";
+    let train = "train merak.toml --finetune --output_dir fresh --max_steps 1 --dry-run --resume";
+    for line in ["evaluate merak.toml", train] {
+        let said = |tokenizer: &str| {
+            let line = format!("{line} {checkpoint} --data.tokenizer {tokenizer}");
+            let ended = place.merak(&line);
+            assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+            ended.stderr
+        };
+        assert!(said("other.json").contains(warning), "{line}");
+        assert!(!said("same.json").contains(warning), "{line}");
+    }
 }
 
 #[test]
