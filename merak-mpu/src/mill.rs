@@ -335,6 +335,11 @@ impl Mill {
                 self.meet(key, member, early);
             }
         }
+        slot.begin();
+        let is_deserted = |member: usize| self.state.has_ended(group.members()[member]);
+        if slot.absent().into_iter().any(is_deserted) {
+            self.state.bell.ring();
+        }
         self.advance(key);
     }
 

@@ -77,7 +77,11 @@ impl Awaited for AwaitedOp {
         self.slot.is_done()
     }
 
+    /// None is known to be absent before the mill has looked for calls that came early.
     fn absent(&self) -> Vec<Rank> {
+        if !self.slot.has_begun() {
+            return Vec::new();
+        }
         let absent = self.slot.absent().into_iter();
         absent.map(|member| self.group.members()[member]).collect()
     }

@@ -90,6 +90,8 @@ impl Spares {
 pub(super) struct Slot {
     result: Mutex<Option<Result<Box<dyn Buffer>>>>,
     is_done: AtomicBool,
+    /// Whether the mill knows of the call, so that members which called before are noted.
+    has_begun: AtomicBool,
     /// By member, how far it has come.
     progress: Vec<AtomicU8>,
 }
@@ -103,6 +105,7 @@ impl Slot {
         Self {
             result: Mutex::default(),
             is_done: AtomicBool::new(false),
+            has_begun: AtomicBool::new(false),
             progress: (0..n).map(progress).collect(),
         }
     }
@@ -110,6 +113,14 @@ impl Slot {
     pub(super) fn finish(&self, result: Result<Box<dyn Buffer>>) {
         lock(&self.result).get_or_insert(result);
         self.is_done.store(true, Ordering::Release);
+    }
+
+    pub(super) fn begin(&self) {
+        self.has_begun.store(true, Ordering::Release);
+    }
+
+    pub(super) fn has_begun(&self) -> bool {
+        self.has_begun.load(Ordering::Acquire)
     }
 
     pub(super) fn is_done(&self) -> bool {

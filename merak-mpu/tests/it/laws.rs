@@ -223,6 +223,22 @@ fn a_started_collective_keeps_its_buffer_alive_when_the_rank_leaves() {
 
 #[cfg(unix)]
 #[test]
+fn a_rank_that_left_after_its_call_is_there_for_one_that_calls_later() {
+    let sums = tcp_world(2, |member| {
+        if member.rank() == 1 {
+            // Rank 0 has called and ended by then.
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+        let group = member.world_group().unwrap();
+        let buffer: Box<dyn Buffer> = Box::new(vec![1.0_f64; 10_000]);
+        let pending = group.start_all_reduce(buffer, ReduceOp::Sum).unwrap();
+        (member.rank() == 1).then(|| into_vec::<f64>(pending.wait().unwrap()).unwrap())
+    });
+    assert_eq!(sums, [None, Some(vec![2.0; 10_000])]);
+}
+
+#[cfg(unix)]
+#[test]
 fn what_a_process_sent_arrives_after_it_has_ended_its_part() {
     const LEN: usize = 3 << 20;
     let sums = tcp_world(3, |member| {
