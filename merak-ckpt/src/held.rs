@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_asks_is_told_the_holder_and_keeps_nobody_off() {
+    fn a_question_for_the_holder_is_answered_and_keeps_nobody_off() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(".lock");
         HeldFile::check(&path).unwrap();

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! **Rendezvous.** Rank 0 listens on the port of the launch, or on the next free one where another
-//! program holds it. It greets who connects with a magic word, its version and the name of the run;
+//! program holds it. It greets each process that connects with a magic word, its version and the name of the run;
 //! so the others recognize it, and leave alone what else they find. A rank then says its number,
 //! the size of the world, its host, where it takes connections, and digests of what must be equal
 //! everywhere. A connection that says anything else, more than it may, or nothing, is dropped. Two

@@ -40,7 +40,7 @@ use crate::{
 use frame::{Header, Kind};
 use groups::Groups;
 use link::{Body, OpKey};
-use moves::{EAGER_BYTES, Piece};
+use moves::{EAGER_BYTES, Extent};
 use op::{GroupState, Op, Slot, Spares};
 use packets::Packets;
 use std::{
@@ -391,7 +391,7 @@ impl Mill {
         member: usize,
         kind: Kind,
         start: usize,
-        piece: Piece,
+        piece: Extent,
     ) {
         let rank = group.members()[member];
         let Some(link) = self.link_of(group, rank).filter(|link| link.is_open) else {
@@ -404,7 +404,7 @@ impl Mill {
             start,
             len: piece.len,
         };
-        let body = Body::Piece {
+        let body = Body::Extent {
             op: key,
             area: piece.area,
             start: piece.start,
@@ -554,7 +554,7 @@ fn others(group: &GroupState) -> impl Iterator<Item = (usize, Rank)> + use<> {
 /// Writes bytes of a member to their place.
 fn put(op: &mut Op, member: usize, second: bool, start: usize, data: &[u8]) -> Result<()> {
     let place = op.place(member, second, start, data.len());
-    let Some(Piece { area, start, len }) = place else {
+    let Some(Extent { area, start, len }) = place else {
         return Err(Error::Aborted {
             by: op.group.members()[member].0,
             reason: "it sent more data than its call has".into(),

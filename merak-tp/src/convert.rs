@@ -295,7 +295,7 @@ impl Rewriter<'_> {
         }
     }
 
-    /// Each of so many equal pieces of the last dimension as often as ranks share it; once where
+    /// Each of `pieces` equal pieces of the last dimension as often as ranks share it; once where
     /// every rank has all of them.
     fn repeated(&mut self, value: ValueId, pieces: usize, scope: &Arc<str>) -> Result<ValueId> {
         let ty = self.graph.ty(value).clone();

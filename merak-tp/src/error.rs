@@ -138,7 +138,7 @@ pub enum Error {
     /// The lists do not say how to split a model.
     #[error(
         "tp = {degree} needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found \
-         {found}: set them in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`"
+         {found}: set them with `set_tp_layer_lists`"
     )]
     IncompleteLists {
         /// The tensor-parallel degree.
@@ -149,9 +149,8 @@ pub enum Error {
     /// Neither the user nor the table of defaults has lists for the model.
     #[error(
         "tp = {degree}: model type \"{family}\" has no default layer lists and none were set: name the linear layers that are \
-         split by output features in `col_para_list` and those split by input features in `row_para_list`, in the table \
-         [tp_layer_lists] of the configuration or with `set_tp_layer_lists`, or let tp_layer_lists = \"auto\" choose them; defaults \
-         exist for {known}"
+         split by output features in `col_para_list` and those split by input features in `row_para_list` with \
+         `set_tp_layer_lists`, or let `auto_lists` choose them; defaults exist for {known}"
     )]
     NoLists {
         /// The tensor-parallel degree.
@@ -176,7 +175,7 @@ pub enum Error {
     /// No layer can be split without gathering what it makes.
     #[error(
         "tp = {degree} splits nothing: no two linear layers of the model follow each other so that the parts of one are all that \
-         the next needs; name layers in the table [tp_layer_lists] of the configuration"
+         the next needs; name layers with `set_tp_layer_lists`"
     )]
     NothingToSplit {
         /// The tensor-parallel degree.

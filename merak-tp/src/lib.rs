@@ -55,7 +55,7 @@
 //! otherwise all ranks do the same: norms, dropout, residual sums, lookups and losses. The sum
 //! behind a row layer becomes a reduce-scatter, and an all-gather precedes a column layer; their
 //! gradients are an all-gather and a reduce-scatter. A parameter that is used on slices alone is
-//! marked ([`Param::summed`](merak_trace::Param::summed)): whoever steps it sums its gradient over
+//! marked ([`Param::summed`](merak_trace::Param::summed)): the optimizer sums its gradient over
 //! the ranks first.
 //!
 //! # The sequence axis

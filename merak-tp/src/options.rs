@@ -71,7 +71,7 @@ impl Options {
         Self { lists, ..self }
     }
 
-    /// The same with a vocabulary of so many entries, if any.
+    /// The same with the number of entries of the vocabulary, if there is one.
     #[must_use]
     pub fn with_vocab(self, vocab: impl Into<Option<usize>>) -> Self {
         let vocab = vocab.into();

@@ -24,7 +24,7 @@ pub struct Report {
     /// Why layers were chosen, where no lists said so.
     pub choices: Vec<Choice>,
     /// What one microbatch communicates over the axis, by collective and direction.
-    pub traffic: Vec<CollectiveBytes>,
+    pub collectives: Vec<CollectiveBytes>,
 }
 
 /// A layer that is split.
@@ -91,17 +91,17 @@ impl Report {
             gathers: Vec::new(),
             unmatched: Vec::new(),
             choices: Vec::new(),
-            traffic: Vec::new(),
+            collectives: Vec::new(),
         }
     }
 
     /// Bytes of all collectives of one microbatch.
     pub fn bytes(&self) -> usize {
-        self.traffic.iter().map(|traffic| traffic.bytes).sum()
+        self.collectives.iter().map(|traffic| traffic.bytes).sum()
     }
 
     /// Adds up the collectives of a rewritten graph and of its backward.
-    pub(crate) fn count_traffic(&mut self, graph: &Graph) {
+    pub(crate) fn count_collectives(&mut self, graph: &Graph) {
         let needs_grad = needs_grad(graph, &[]);
         for node in graph.nodes() {
             let region = node.op.region();
@@ -125,26 +125,26 @@ impl Report {
                 self.count(collective.name(), true, whole);
             }
         }
-        self.traffic
+        self.collectives
             .sort_by_key(|traffic| (traffic.backward, traffic.collective));
     }
 
     fn count(&mut self, collective: &'static str, backward: bool, bytes: usize) {
         let known = self
-            .traffic
+            .collectives
             .iter()
             .position(|traffic| traffic.collective == collective && traffic.backward == backward);
         let index = known.unwrap_or_else(|| {
-            self.traffic.push(CollectiveBytes {
+            self.collectives.push(CollectiveBytes {
                 collective,
                 backward,
                 count: 0,
                 bytes: 0,
             });
-            self.traffic.len() - 1
+            self.collectives.len() - 1
         });
-        self.traffic[index].count += 1;
-        self.traffic[index].bytes += bytes;
+        self.collectives[index].count += 1;
+        self.collectives[index].bytes += bytes;
     }
 }
 
@@ -175,7 +175,7 @@ impl fmt::Display for Report {
         for gather in &self.gathers {
             writeln!(f, "  {gather}")?;
         }
-        for traffic in &self.traffic {
+        for traffic in &self.collectives {
             writeln!(f, "  {traffic}")?;
         }
         for entry in &self.unmatched {

@@ -524,7 +524,7 @@ impl<'a> Rewriter<'a> {
         for param in summed {
             self.graph.param_mut(param).summed = true;
         }
-        self.report.count_traffic(&self.graph);
+        self.report.count_collectives(&self.graph);
         Ok(Rewritten {
             graph: self.graph,
             report: self.report,

@@ -27,7 +27,7 @@ pub(super) type OpKey = (u32, u64);
 pub(super) enum Body {
     None,
     /// Bytes of a collective's memory.
-    Piece {
+    Extent {
         op: OpKey,
         area: Area,
         start: usize,
@@ -137,7 +137,7 @@ impl Link {
     pub(super) fn drop_queue(&mut self) -> Vec<OpKey> {
         let frames = std::mem::take(&mut self.queue).into_iter();
         let ops = frames.filter_map(|frame| match frame.body {
-            Body::Piece { op, .. } => Some(op),
+            Body::Extent { op, .. } => Some(op),
             Body::None | Body::Packet(_) => None,
         });
         ops.collect()
@@ -154,7 +154,7 @@ impl Link {
                 body if frame.sent < head => {
                     (self.wire.write(&frame.head[frame.sent..])?, body.len())
                 }
-                Body::Piece {
+                Body::Extent {
                     op,
                     area,
                     start,
@@ -189,7 +189,7 @@ impl Link {
             moved += written;
             if frame.sent == head + len {
                 match self.queue.pop_front().map(|frame| frame.body) {
-                    Some(Body::Piece { op, .. }) => left.push(op),
+                    Some(Body::Extent { op, .. }) => left.push(op),
                     Some(Body::Packet(data)) => self.sent.push(data),
                     Some(Body::None) | None => {}
                 }
@@ -254,7 +254,7 @@ impl Body {
     fn len(&self) -> usize {
         match self {
             Self::None => 0,
-            Self::Piece { len, .. } => *len,
+            Self::Extent { len, .. } => *len,
             Self::Packet(data) => data.len() * data.dtype().size_bytes(),
         }
     }

@@ -23,13 +23,13 @@ pub(super) enum Area {
 
 /// A part of an area, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct Extent {
     pub(super) area: Area,
     pub(super) start: usize,
     pub(super) len: usize,
 }
 
-impl Piece {
+impl Extent {
     fn new(area: Area, range: &Range<usize>) -> Self {
         Self {
             area,
@@ -47,9 +47,9 @@ impl Piece {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Fold {
     /// Its own elements of the sum.
-    pub(super) own: Piece,
+    pub(super) own: Extent,
     /// Where the sum goes.
-    pub(super) target: Piece,
+    pub(super) target: Extent,
 }
 
 /// The part that a member passes on to all others as it comes.
@@ -57,7 +57,7 @@ pub(super) struct Fold {
 pub(super) struct Relay {
     /// The member that it comes from, and needs nothing.
     pub(super) root: usize,
-    pub(super) part: Piece,
+    pub(super) part: Extent,
 }
 
 /// What one member does in a collective over `n` members.
@@ -75,15 +75,15 @@ pub(super) struct Relay {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Moves {
     /// By member, what goes to it at first.
-    pub(super) sends: Vec<Piece>,
+    pub(super) sends: Vec<Extent>,
     /// By member, where what comes from it at first goes.
-    pub(super) receives: Vec<Piece>,
+    pub(super) receives: Vec<Extent>,
     pub(super) fold: Option<Fold>,
     pub(super) relay: Option<Relay>,
     /// By member, where its sum or part goes; empty where a member keeps its own.
-    pub(super) sums: Vec<Piece>,
+    pub(super) sums: Vec<Extent>,
     /// What the member copies by itself: from its input, and to where.
-    pub(super) copies: Vec<(Range<usize>, Piece)>,
+    pub(super) copies: Vec<(Range<usize>, Extent)>,
     /// The elements of the output, where the collective does not work in place.
     pub(super) output_len: Option<usize>,
     pub(super) stage_bytes: usize,
@@ -153,7 +153,7 @@ impl Moves {
 
     /// The input of `root` goes to everyone.
     fn broadcast(bytes: usize, me: usize, n: usize, root: usize) -> Self {
-        let whole = Piece::new(Area::Input, &(0..bytes));
+        let whole = Extent::new(Area::Input, &(0..bytes));
         let mut moves = Self::still(n);
         if me == root {
             moves.sends = vec![whole; n];
@@ -166,19 +166,19 @@ impl Moves {
     /// Part `r` of the input of `root` goes to member `r`, and from there to all others.
     fn spread(parts: &[Range<usize>], me: usize, root: usize) -> Self {
         let n = parts.len();
-        let pieces = || parts.iter().map(|part| Piece::new(Area::Input, part));
+        let pieces = || parts.iter().map(|part| Extent::new(Area::Input, part));
         let mut moves = Self::still(n);
         moves.relay = Some(Relay {
             root,
-            part: Piece::new(Area::Input, &parts[me]),
+            part: Extent::new(Area::Input, &parts[me]),
         });
-        moves.sums = vec![Piece::none(); n];
+        moves.sums = vec![Extent::none(); n];
         if me == root {
             moves.sends = pieces().collect();
         } else {
-            moves.receives[root] = Piece::new(Area::Input, &parts[me]);
+            moves.receives[root] = Extent::new(Area::Input, &parts[me]);
             moves.sums = pieces().collect();
-            moves.sums[me] = Piece::none();
+            moves.sums[me] = Extent::none();
         }
         moves
     }
@@ -189,10 +189,10 @@ impl Moves {
         // What is sent has left its place before the others' parts come there.
         let bytes = cuts.last().map_or(0, |last| last.end);
         moves.stage_bytes = bytes;
-        moves.copies = vec![(0..bytes, Piece::new(Area::Stage, &(0..bytes)))];
+        moves.copies = vec![(0..bytes, Extent::new(Area::Stage, &(0..bytes)))];
         for (rank, range) in cuts.iter().enumerate().filter(|(rank, _)| *rank != me) {
-            moves.sends[rank] = Piece::new(Area::Stage, range);
-            moves.receives[rank] = Piece::new(Area::Input, range);
+            moves.sends[rank] = Extent::new(Area::Stage, range);
+            moves.receives[rank] = Extent::new(Area::Input, range);
         }
         moves
     }
@@ -202,10 +202,10 @@ impl Moves {
     fn exchange_parts(sends: &[Range<usize>], receives: &[Range<usize>], me: usize) -> Self {
         let n = sends.len();
         let mut moves = Self::still(n);
-        moves.copies = vec![(sends[me].clone(), Piece::new(Area::Output, &receives[me]))];
+        moves.copies = vec![(sends[me].clone(), Extent::new(Area::Output, &receives[me]))];
         for rank in (0..n).filter(|rank| *rank != me) {
-            moves.sends[rank] = Piece::new(Area::Input, &sends[rank]);
-            moves.receives[rank] = Piece::new(Area::Output, &receives[rank]);
+            moves.sends[rank] = Extent::new(Area::Input, &sends[rank]);
+            moves.receives[rank] = Extent::new(Area::Output, &receives[rank]);
         }
         moves
     }
@@ -213,8 +213,8 @@ impl Moves {
     /// Nothing moves.
     fn still(n: usize) -> Self {
         Self {
-            sends: vec![Piece::none(); n],
-            receives: vec![Piece::none(); n],
+            sends: vec![Extent::none(); n],
+            receives: vec![Extent::none(); n],
             fold: None,
             relay: None,
             sums: Vec::new(),
@@ -233,21 +233,21 @@ impl Moves {
         for rank in (0..n).filter(|rank| *rank != me) {
             let place = rank - usize::from(rank > me);
             let stage = place * stride..place * stride + own.len();
-            moves.sends[rank] = Piece::new(Area::Input, &parts[rank]);
-            moves.receives[rank] = Piece::new(Area::Stage, &stage);
+            moves.sends[rank] = Extent::new(Area::Input, &parts[rank]);
+            moves.receives[rank] = Extent::new(Area::Stage, &stage);
         }
         let start = if target == Area::Input { own.start } else { 0 };
         moves.fold = Some(Fold {
-            own: Piece::new(Area::Input, &own),
-            target: Piece::new(target, &(start..start + own.len())),
+            own: Extent::new(Area::Input, &own),
+            target: Extent::new(target, &(start..start + own.len())),
         });
         moves.stage_bytes = stride * (n - 1);
         if shared {
             moves.sums = parts
                 .iter()
-                .map(|part| Piece::new(Area::Input, part))
+                .map(|part| Extent::new(Area::Input, part))
                 .collect();
-            moves.sums[me] = Piece::none();
+            moves.sums[me] = Extent::none();
         }
         moves
     }
@@ -260,14 +260,14 @@ impl Moves {
         moves.output_len = Some(0);
         if root.is_none_or(|root| root == me) {
             moves.output_len = Some(parts[n - 1].end / size);
-            moves.copies = vec![(whole.clone(), Piece::new(Area::Output, &parts[me]))];
+            moves.copies = vec![(whole.clone(), Extent::new(Area::Output, &parts[me]))];
         }
         for rank in (0..n).filter(|rank| *rank != me) {
             if root.is_none_or(|root| root == rank) {
-                moves.sends[rank] = Piece::new(Area::Input, &whole);
+                moves.sends[rank] = Extent::new(Area::Input, &whole);
             }
             if root.is_none_or(|root| root == me) {
-                moves.receives[rank] = Piece::new(Area::Output, &parts[rank]);
+                moves.receives[rank] = Extent::new(Area::Output, &parts[rank]);
             }
         }
         moves

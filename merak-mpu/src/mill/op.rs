@@ -2,7 +2,7 @@
 
 use super::{
     frame::GroupKey,
-    moves::{Area, Fold, Moves, Piece, Relay},
+    moves::{Area, Extent, Fold, Moves, Relay},
     packets::Packets,
 };
 use crate::{
@@ -262,7 +262,7 @@ impl Op {
         }
     }
 
-    fn copy(&mut self, source: &Range<usize>, target: Piece) -> Result<()> {
+    fn copy(&mut self, source: &Range<usize>, target: Extent) -> Result<()> {
         let Self {
             input,
             output,
@@ -307,14 +307,14 @@ impl Op {
         second: bool,
         start: usize,
         len: usize,
-    ) -> Option<Piece> {
+    ) -> Option<Extent> {
         let (piece, got) = if second {
             (self.moves.sums.get(member)?, self.second[member])
         } else {
             (&self.moves.receives[member], self.first[member])
         };
         let end = start.checked_add(len)?;
-        (start == got && end <= piece.len).then(|| Piece {
+        (start == got && end <= piece.len).then(|| Extent {
             area: piece.area,
             start: piece.start + start,
             len,
@@ -370,7 +370,7 @@ impl Op {
 
     /// Takes what goes to a member now, of what is there for all: where it begins in this member's
     /// part, and the bytes. A member that has not called has no place for it yet.
-    pub(super) fn share_with(&mut self, member: usize) -> Option<(usize, Piece)> {
+    pub(super) fn share_with(&mut self, member: usize) -> Option<(usize, Extent)> {
         let part = match (self.moves.fold, self.moves.relay) {
             (Some(fold), _) if !self.moves.sums.is_empty() => fold.target,
             (None, Some(relay)) if relay.root != member => relay.part,
@@ -381,7 +381,7 @@ impl Op {
             return None;
         }
         self.shared[member] = self.folded;
-        let piece = Piece {
+        let piece = Extent {
             start: part.start + start,
             len: self.folded - start,
             ..part
@@ -392,8 +392,8 @@ impl Op {
     fn fold_range(
         &mut self,
         op: ReduceOp,
-        own: Piece,
-        target: Piece,
+        own: Extent,
+        target: Extent,
         range: &Range<usize>,
     ) -> Result<()> {
         let (n, me, dtype) = (self.first.len(), self.group.me, self.fingerprint.dtype);

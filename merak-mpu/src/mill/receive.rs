@@ -4,7 +4,7 @@ use super::{
     Mill,
     frame::{self, GroupKey, Header, Kind},
     link::{Body, Link, Reading},
-    moves::{EAGER_BYTES, Piece},
+    moves::{EAGER_BYTES, Extent},
     op::GroupState,
 };
 use crate::{Buffer, Message, Rank, control::wire::Malformed};
@@ -99,7 +99,7 @@ impl Mill {
                     .ops
                     .get(&op)
                     .and_then(|found| found.place(member, second, header.start, header.len));
-                let Some(Piece { area, start, len }) = place else {
+                let Some(Extent { area, start, len }) = place else {
                     // A poisoned world has forgotten its collectives.
                     return if self.state.verdict().is_some() {
                         Ok(())

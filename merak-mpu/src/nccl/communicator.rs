@@ -7,7 +7,7 @@ use super::{
     job::{Crew, Job, Lane, Link, Outcome, Slot, Talk, Work, device_address},
     letter,
     order::Agreement,
-    plan::{Area, Plan, Step},
+    plan::{Area, Step, Steps},
 };
 use crate::{
     Buffer, Communicator, DType, Error, Message, Packet, Pending, Rank, Result, Started, Turn,
@@ -47,7 +47,7 @@ impl Handle {
     /// The steps of a collective, with the output that it needs.
     fn work(&self, fingerprint: &Fingerprint, buffer: Box<dyn Buffer>, input: u64) -> Result<Work> {
         let members = self.crew.members().len();
-        let plan = Plan::new(fingerprint, self.crew.me(), members);
+        let plan = Steps::new(fingerprint, self.crew.me(), members);
         let mut output = plan.output_len.map(|len| buffer.zeros_like(len));
         let output_address = match &mut output {
             Some(output) if !output.is_empty() => self.core().address_of(&mut **output)?,

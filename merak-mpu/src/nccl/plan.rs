@@ -164,7 +164,7 @@ impl<P: fmt::Display> fmt::Display for Step<P> {
 
 /// What one member does in a collective: the steps of one group call.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Plan {
+pub(super) struct Steps {
     pub(super) steps: Vec<Step>,
     /// The length of the result where it is not the input.
     pub(super) output_len: Option<usize>,
@@ -194,7 +194,7 @@ fn starts(lengths: &[usize]) -> (Vec<usize>, usize) {
     (starts.collect(), end)
 }
 
-impl Plan {
+impl Steps {
     /// The plan of member `me` of `n`, whose buffer fits the call.
     ///
     /// Equal parts are NCCL's own collectives. It has none for parts of different lengths, nor for
@@ -368,7 +368,7 @@ mod tests {
             parts,
         };
         let members = (0..3).map(|me| {
-            let plan = Plan::new(&fingerprint, me, 3);
+            let plan = Steps::new(&fingerprint, me, 3);
             let steps: Vec<_> = plan.steps.iter().map(ToString::to_string).collect();
             let len = plan
                 .output_len
@@ -450,7 +450,7 @@ mod tests {
             dtype: DType::U8,
             parts: lengths,
         };
-        let plans: Vec<_> = (0..3).map(|me| Plan::new(&fingerprint, me, 3)).collect();
+        let plans: Vec<_> = (0..3).map(|me| Steps::new(&fingerprint, me, 3)).collect();
         for (me, plan) in plans.iter().enumerate() {
             for step in &plan.steps {
                 let Step::Send { len, peer, .. } = step else {

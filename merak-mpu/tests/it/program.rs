@@ -31,7 +31,7 @@ struct Step {
 /// How many kinds of steps there are.
 const KINDS: usize = 10;
 
-/// Programs for worlds of so many ranks.
+/// Programs for worlds of `ranks` ranks.
 pub(crate) fn programs(ranks: RangeInclusive<usize>) -> impl Strategy<Value = Program> {
     let len = prop_oneof![Just(0), Just(1), 1..50_usize, 5_000..30_000_usize];
     let dtype = prop::sample::select(DType::ALL.as_slice());

@@ -115,9 +115,9 @@ fn lists_that_match_nothing() {
 fn lists_that_are_incomplete() {
     let none: [&str; 0] = [];
     insta::assert_snapshot!(refusal(&mlp(8), &LayerLists::default(), 2),
-        @"tp = 2 needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found none of them: set them in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`");
+        @"tp = 2 needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found none of them: set them with `set_tp_layer_lists`");
     insta::assert_snapshot!(refusal(&mlp(8), &LayerLists::col_row(vec!["col"], none.to_vec()), 2),
-        @"tp = 2 needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found col_para_list alone: set them in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`");
+        @"tp = 2 needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found col_para_list alone: set them with `set_tp_layer_lists`");
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn slices_that_do_not_fit() {
         ..LayerLists::default()
     };
     insta::assert_snapshot!(refusal(&mlp(8), &attributes, 2),
-        @"tp = 2 needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found tp_attr_list alone: set them in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`");
+        @"tp = 2 needs col_para_list and row_para_list, input_output_mapping, weight_change_list or conv_para_list; found tp_attr_list alone: set them with `set_tp_layer_lists`");
 }
 
 #[test]

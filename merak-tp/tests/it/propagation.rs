@@ -58,7 +58,13 @@ fn one_copy_serves_all_column_layers_of_a_value() {
     ];
     assert_eq!(shapes(&split.graph), expected);
     // The input itself needs no gradient, so nothing is reduced backward.
-    assert!(split.report.traffic.iter().all(|traffic| !traffic.backward));
+    assert!(
+        split
+            .report
+            .collectives
+            .iter()
+            .all(|traffic| !traffic.backward)
+    );
 }
 
 #[test]
@@ -71,7 +77,7 @@ fn only_gradients_of_what_is_trained_are_reduced() {
     });
     let reduced = |model: &Graph| {
         let split = rewrite(model, &lists(), 2).unwrap();
-        let backward = split.report.traffic.iter().filter(|part| part.backward);
+        let backward = split.report.collectives.iter().filter(|part| part.backward);
         backward.map(|part| part.bytes).sum::<usize>()
     };
     assert_eq!(reduced(&model), 2 * 8 * 4, "the input of the column layer");

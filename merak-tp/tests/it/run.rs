@@ -26,7 +26,7 @@ pub(crate) fn on_ranks(graph: &Graph, degree: usize) -> Vec<Step> {
     on_mesh(graph, tensor(degree))
 }
 
-/// So many ranks of the tensor axis.
+/// `degree` ranks of the tensor axis.
 fn tensor(degree: usize) -> Degrees {
     Degrees {
         tp: degree,

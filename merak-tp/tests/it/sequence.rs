@@ -158,7 +158,11 @@ fn the_same_bytes_move_as_without_slices() {
     // An all-reduce is a reduce-scatter and an all-gather.
     let moved = |options: &Options| {
         let (_, split) = split_model(&gpt2(4, 0.0, false), 8, options);
-        let of_layers = split.report.traffic.iter().filter(|part| part.bytes > 64);
+        let of_layers = split
+            .report
+            .collectives
+            .iter()
+            .filter(|part| part.bytes > 64);
         let halves = of_layers.map(|part| {
             let rounds = if part.collective == "all_reduce" {
                 2

@@ -194,5 +194,5 @@ fn what_does_not_divide_stays_whole_or_is_refused() {
         Ok(())
     });
     let message = auto_lists(&lone, 2).unwrap_err().to_string();
-    insta::assert_snapshot!(message, @"tp = 2 splits nothing: no two linear layers of the model follow each other so that the parts of one are all that the next needs; name layers in the table [tp_layer_lists] of the configuration");
+    insta::assert_snapshot!(message, @"tp = 2 splits nothing: no two linear layers of the model follow each other so that the parts of one are all that the next needs; name layers with `set_tp_layer_lists`");
 }

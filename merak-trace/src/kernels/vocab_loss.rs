@@ -165,79 +165,123 @@ mod tests {
         padded.collect()
     }
 
-    #[test]
-    #[expect(clippy::too_many_lines, reason = "one loss in all its steps")]
-    fn ranks_with_their_classes_agree_with_one_that_has_all() {
-        let threads = Threads::one();
-        for (rows, total, ranks) in [(1, 1, 1), (9, 101, 2), (9, 101, 3), (5, 7, 4), (4, 5, 4)] {
-            for smoothing in [0.0, 0.1] {
-                let logits = noise::<f64>(3, rows * total);
-                let label = |row: usize| match row % 3 {
-                    1 => IGNORED_LABEL,
-                    _ => ((row * 5 + 2) % total) as i64,
-                };
-                let labels: Vec<_> = (0..rows).map(label).collect();
-                let (mut lse, mut dx) = (vec![0.0; rows], vec![0.0; rows * total]);
-                let expected =
-                    cross_entropy(&threads, &logits, &labels, smoothing, &mut lse).unwrap();
-                cross_entropy_grad(
-                    &threads,
-                    &Targets::all(&labels, smoothing, total),
-                    Some(&logits),
-                    &lse,
-                    0.5,
-                    &mut dx,
-                )
-                .unwrap();
+    /// Rows of logits with labels, and the ranks that divide their classes.
+    struct Case {
+        rows: usize,
+        total: usize,
+        ranks: usize,
+        smoothing: f64,
+        logits: Vec<f64>,
+        labels: Vec<i64>,
+    }
 
-                let width = total.div_ceil(ranks);
-                let own =
-                    |rank: usize| (rank * width).min(total)..(rank * width + width).min(total);
-                let targets = |rank| Targets {
-                    labels: &labels,
-                    smoothing,
-                    total,
-                    own: own(rank),
-                };
-                let local = |rank| columns(&logits, total, &own(rank), width);
-                let mut largest = vec![f64::NEG_INFINITY; rows];
-                for rank in 0..ranks {
-                    let mut of_rank = vec![0.0; rows];
-                    vocab_max(&threads, own(rank).len(), &local(rank), &mut of_rank);
-                    for (all, one) in largest.iter_mut().zip(of_rank) {
-                        *all = all.max(one);
-                    }
+    impl Case {
+        fn new([rows, total, ranks]: [usize; 3], smoothing: f64) -> Self {
+            let label = |row: usize| match row % 3 {
+                1 => IGNORED_LABEL,
+                _ => ((row * 5 + 2) % total) as i64,
+            };
+            Self {
+                rows,
+                total,
+                ranks,
+                smoothing,
+                logits: noise::<f64>(3, rows * total),
+                labels: (0..rows).map(label).collect(),
+            }
+        }
+
+        fn width(&self) -> usize {
+            self.total.div_ceil(self.ranks)
+        }
+
+        fn own(&self, rank: usize) -> Range<usize> {
+            let (start, width) = (rank * self.width(), self.width());
+            start.min(self.total)..(start + width).min(self.total)
+        }
+
+        fn targets(&self, rank: usize) -> Targets<'_> {
+            Targets {
+                labels: &self.labels,
+                smoothing: self.smoothing,
+                total: self.total,
+                own: self.own(rank),
+            }
+        }
+
+        fn local(&self, rank: usize) -> Vec<f64> {
+            columns(&self.logits, self.total, &self.own(rank), self.width())
+        }
+
+        /// The loss of one rank that has all classes, its `lse` and its gradient.
+        fn whole(&self) -> (f64, Vec<f64>, Vec<f64>) {
+            let (threads, rows) = (Threads::one(), self.rows);
+            let (mut lse, mut dx) = (vec![0.0; rows], vec![0.0; rows * self.total]);
+            let (logits, labels) = (&self.logits, &self.labels);
+            let loss = cross_entropy(&threads, logits, labels, self.smoothing, &mut lse).unwrap();
+            let targets = Targets::all(labels, self.smoothing, self.total);
+            cross_entropy_grad(&threads, &targets, Some(logits), &lse, 0.5, &mut dx).unwrap();
+            (loss, lse, dx)
+        }
+
+        /// The largest logit of each row and the sums over all ranks.
+        fn reduced(&self) -> (Vec<f64>, Vec<f64>) {
+            let threads = Threads::one();
+            let mut largest = vec![f64::NEG_INFINITY; self.rows];
+            for rank in 0..self.ranks {
+                let mut of_rank = vec![0.0; self.rows];
+                vocab_max(
+                    &threads,
+                    self.own(rank).len(),
+                    &self.local(rank),
+                    &mut of_rank,
+                );
+                for (all, one) in largest.iter_mut().zip(of_rank) {
+                    *all = all.max(one);
                 }
-                let per_row = num_sums(smoothing);
-                let mut sums = vec![0.0; rows * per_row];
-                for rank in 0..ranks {
-                    let mut of_rank = vec![0.0; rows * per_row];
-                    let targets = targets(rank);
-                    vocab_sums(&threads, &targets, &local(rank), &largest, &mut of_rank).unwrap();
-                    for (all, one) in sums.iter_mut().zip(of_rank) {
-                        *all += one;
-                    }
+            }
+            let mut sums = vec![0.0; self.rows * num_sums(self.smoothing)];
+            for rank in 0..self.ranks {
+                let mut of_rank = vec![0.0; sums.len()];
+                let (targets, local) = (self.targets(rank), self.local(rank));
+                vocab_sums(&threads, &targets, &local, &largest, &mut of_rank).unwrap();
+                for (all, one) in sums.iter_mut().zip(of_rank) {
+                    *all += one;
                 }
-                for rank in 0..ranks {
-                    let (targets, local) = (targets(rank), local(rank));
-                    let mut of_rank = vec![0.0; rows];
-                    let loss = vocab_loss(&targets, &largest, &sums, &mut of_rank).unwrap();
-                    assert_close(&[loss], &[expected], 1e-12);
-                    assert_close(&of_rank, &lse, 1e-12);
-                    let mut grad = vec![7.0; local.len()];
-                    let given = Some(local.as_slice());
-                    cross_entropy_grad(&threads, &targets, given, &of_rank, 0.5, &mut grad)
-                        .unwrap();
-                    let mut in_place = local.clone();
-                    cross_entropy_grad(&threads, &targets, None, &of_rank, 0.5, &mut in_place)
-                        .unwrap();
-                    assert_eq!(in_place, grad);
-                    for (row, whole) in grad.chunks(width).zip(dx.chunks(total)) {
-                        let (real, padding) = row.split_at(targets.own.len());
-                        assert_close(&to_f64(real), &whole[targets.own.clone()], 1e-12);
-                        assert!(padding.iter().all(|&x| x == 0.0));
-                    }
+            }
+            (largest, sums)
+        }
+
+        fn assert_ranks_agree(&self) {
+            let threads = Threads::one();
+            let (expected, lse, dx) = self.whole();
+            let (largest, sums) = self.reduced();
+            for rank in 0..self.ranks {
+                let (targets, local) = (self.targets(rank), self.local(rank));
+                let mut of_rank = vec![0.0; self.rows];
+                let loss = vocab_loss(&targets, &largest, &sums, &mut of_rank).unwrap();
+                assert_close(&[loss], &[expected], 1e-12);
+                assert_close(&of_rank, &lse, 1e-12);
+                let mut grad = vec![7.0; local.len()];
+                let given = Some(local.as_slice());
+                cross_entropy_grad(&threads, &targets, given, &of_rank, 0.5, &mut grad).unwrap();
+                let mut in_place = local.clone();
+                cross_entropy_grad(&threads, &targets, None, &of_rank, 0.5, &mut in_place).unwrap();
+                assert_eq!(in_place, grad);
+                for (row, whole) in grad.chunks(self.width()).zip(dx.chunks(self.total)) {
+                    let (real, padding) = row.split_at(targets.own.len());
+                    assert_close(&to_f64(real), &whole[targets.own.clone()], 1e-12);
+                    assert!(padding.iter().all(|&x| x == 0.0));
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_with_their_classes_agree_with_one_that_has_all() {
+        for sizes in [[1, 1, 1], [9, 101, 2], [9, 101, 3], [5, 7, 4], [4, 5, 4]] {
+            for smoothing in [0.0, 0.1] {
+                Case::new(sizes, smoothing).assert_ranks_agree();
             }
         }
     }

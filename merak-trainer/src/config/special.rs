@@ -85,7 +85,7 @@ pub enum TokenizerSource {
     Bytes,
     /// A Hugging Face `tokenizer.json`; a file names it relative to itself.
     File(PathBuf),
-    /// Byte-level BPE of at most so many tokens, trained on the data.
+    /// Byte-level BPE of at most this number of tokens, trained on the data.
     TrainBpe(usize),
 }
 

@@ -18,7 +18,7 @@ use crate::error::Result;
 
 /// A document, or a part of one that others follow.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct TextPart {
     pub(super) text: Vec<u8>,
     /// Whether the document ends with it.
     pub(super) ends: bool,
@@ -98,7 +98,7 @@ impl Read for Counted {
 
 /// The text of a file in pieces, the last of which ends the document. A file without text has none.
 #[derive(Debug)]
-pub(super) struct FilePieces {
+pub(super) struct FileParts {
     path: PathBuf,
     file: Counted,
     kind: TextKind,
@@ -111,7 +111,7 @@ pub(super) struct FilePieces {
     has_ended: bool,
 }
 
-impl FilePieces {
+impl FileParts {
     /// The first `most` bytes of a file.
     pub(super) fn open(
         file: &Candidate,
@@ -131,7 +131,7 @@ impl FilePieces {
         })
     }
 
-    fn piece(&mut self) -> Result<Piece> {
+    fn piece(&mut self) -> Result<TextPart> {
         let length = loop {
             if let Some(length) = first_piece(&self.text, self.is_read) {
                 break length;
@@ -148,12 +148,12 @@ impl FilePieces {
         let text = text.map_err(|error| error.of(&self.path, self.kind))?;
         self.before.bytes += length;
         self.before.lines += lines;
-        Ok(Piece { text, ends })
+        Ok(TextPart { text, ends })
     }
 }
 
-impl Iterator for FilePieces {
-    type Item = Result<Piece>;
+impl Iterator for FileParts {
+    type Item = Result<TextPart>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.has_ended {
@@ -162,7 +162,7 @@ impl Iterator for FilePieces {
         let is_first = self.before.bytes == 0;
         let piece = self.piece();
         self.has_ended = piece.as_ref().map_or(true, |piece| piece.ends);
-        let is_empty = |piece: &Piece| is_first && piece.ends && piece.text.is_empty();
+        let is_empty = |piece: &TextPart| is_first && piece.ends && piece.text.is_empty();
         match piece {
             Ok(piece) if is_empty(&piece) => None,
             piece => Some(piece),
@@ -175,14 +175,14 @@ mod tests {
     use super::*;
     use std::fs;
 
-    fn file_pieces(text: &[u8], kind: TextKind, most: u64) -> Result<Vec<Piece>> {
+    fn file_pieces(text: &[u8], kind: TextKind, most: u64) -> Result<Vec<TextPart>> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a");
         fs::write(&path, text).unwrap();
         let bytes = text.len() as u64;
         let count = Arc::default();
         let file = Candidate { path, bytes };
-        FilePieces::open(&file, kind, most, &count)?.collect()
+        FileParts::open(&file, kind, most, &count)?.collect()
     }
 
     #[test]

@@ -15,7 +15,7 @@ use super::{
     crates::CrateSources,
     input::Input,
     parquet,
-    pieces::{Counted, FilePieces, Piece},
+    pieces::{Counted, FileParts, TextPart},
     plain::TextKind,
     records::{self, Parsed, Record},
     text::{Candidate, check_head, files_of},
@@ -137,7 +137,7 @@ impl Texts {
         if head.is_err() || !whole {
             return Ok(head);
         }
-        let pieces = FilePieces::open(file, self.kind, most, &Arc::default())?;
+        let pieces = FileParts::open(file, self.kind, most, &Arc::default())?;
         for piece in pieces {
             match piece {
                 Ok(_) => {}
@@ -163,7 +163,7 @@ impl Texts {
         &'a self,
         fields: Fields,
         count: &'a Arc<AtomicU64>,
-    ) -> impl Iterator<Item = Result<Piece>> + Send + 'a {
+    ) -> impl Iterator<Item = Result<TextPart>> + Send + 'a {
         self.files
             .iter()
             .flat_map(move |(file, most)| self.open(file, *most, fields, count))
@@ -174,7 +174,7 @@ impl Texts {
             Box::new(records.map(move |record| piece_of(&record?, fields))) as Pieces
         };
         let opened = match self.format {
-            DataFormat::Text => FilePieces::open(file, self.kind, most, count)
+            DataFormat::Text => FileParts::open(file, self.kind, most, count)
                 .map(|pieces| Box::new(pieces) as Pieces),
             DataFormat::Parquet => {
                 count.fetch_add(most, Ordering::Relaxed);
@@ -188,10 +188,10 @@ impl Texts {
     }
 }
 
-type Pieces = Box<dyn Iterator<Item = Result<Piece>> + Send>;
+type Pieces = Box<dyn Iterator<Item = Result<TextPart>> + Send>;
 
 /// A document of a record.
-fn piece_of(record: &Record, fields: Fields) -> Result<Piece> {
+fn piece_of(record: &Record, fields: Fields) -> Result<TextPart> {
     let text = match fields {
         Fields::Text => record
             .text("text", "that become tokens need \"text\"")?
@@ -202,7 +202,7 @@ fn piece_of(record: &Record, fields: Fields) -> Result<Piece> {
             text
         }
     };
-    Ok(Piece {
+    Ok(TextPart {
         text: text.into_bytes(),
         ends: true,
     })

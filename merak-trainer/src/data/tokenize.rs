@@ -17,7 +17,7 @@ use super::{
     fingerprint::{DataFingerprint, TokenizerFingerprint},
     in_order::in_order,
     input::Input,
-    pieces::Piece,
+    pieces::TextPart,
     plain::TextKind,
     source::count as counted,
     texts::{Fields, Texts},
@@ -131,7 +131,7 @@ fn train(texts: &Texts, size: usize, progress: &mut dyn FnMut(TextProgress)) -> 
     // An error counts wherever it stands.
     let batches = batches.filter(|(number, batch)| number % every == 0 || batch.is_err());
     let mut words = WordCounts::new();
-    let count = |batch: Vec<Piece>| {
+    let count = |batch: Vec<TextPart>| {
         let mut counts = WordCounts::new();
         for piece in batch {
             let text = String::from_utf8_lossy(&piece.text);
@@ -165,8 +165,8 @@ fn train(texts: &Texts, size: usize, progress: &mut dyn FnMut(TextProgress)) -> 
 /// Pieces of texts, several together.
 struct Batches<I>(I);
 
-impl<I: Iterator<Item = Result<Piece>>> Iterator for Batches<I> {
-    type Item = Result<Vec<Piece>>;
+impl<I: Iterator<Item = Result<TextPart>>> Iterator for Batches<I> {
+    type Item = Result<Vec<TextPart>>;
 
     fn next(&mut self) -> Option<Self::Item> {
         let (mut batch, mut bytes) = (Vec::new(), 0);
@@ -194,7 +194,7 @@ struct Encoded {
     bytes: u64,
 }
 
-fn encode(tokenizer: &Tokenizer, batch: Vec<Piece>) -> Result<Encoded> {
+fn encode(tokenizer: &Tokenizer, batch: Vec<TextPart>) -> Result<Encoded> {
     let mut encoded = Encoded::default();
     for piece in batch {
         encoded.bytes += piece.text.len() as u64;

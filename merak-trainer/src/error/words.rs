@@ -166,6 +166,17 @@ pub(super) fn sides_of(sides: &[(String, String)]) -> String {
     sides.iter().map(side).collect::<Vec<_>>().join(", ")
 }
 
+/// Where a configuration has the lists of layers that a refusal to split asks for.
+pub(super) fn of_layer_lists(error: &merak_tp::Error) -> &'static str {
+    use merak_tp::Error as E;
+    match error {
+        E::IncompleteLists { .. } | E::NoLists { .. } | E::NothingToSplit { .. } => {
+            "; a configuration has the lists in its table [tp_layer_lists], and tp_layer_lists = \"auto\" for `auto_lists`"
+        }
+        _ => "",
+    }
+}
+
 /// What to do about tokens of another tokenizer.
 pub(super) fn own_tokenizer(own: Option<&Path>) -> String {
     match own {

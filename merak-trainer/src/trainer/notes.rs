@@ -11,7 +11,8 @@ use merak_zero::ZeroConfig;
 /// Warns of what the arguments ask for without a use, on the first rank.
 pub(super) fn warn(args: &CheckedArguments) {
     let (zero_stage, pp) = (u8::from(args.zero_stage), args.pp);
-    if zero_stage >= 2 && pp > 1 && args.replicas() > 1 {
+    let gradient_ranks = kept_bytes(args, args.replicas()).gradient.ranks;
+    if gradient_ranks > 1 && pp > 1 {
         tracing::warn!(
             zero_stage,
             pp,

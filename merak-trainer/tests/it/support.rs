@@ -200,7 +200,7 @@ impl Case {
         self.with("dp", dp).with("tp", tp).with("pp", pp)
     }
 
-    /// So many ranks that share each sequence.
+    /// `sp` ranks that share each sequence.
     pub(crate) fn sharing(self, sp: usize) -> Self {
         self.with("sp", sp)
     }

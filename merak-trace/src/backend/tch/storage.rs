@@ -347,7 +347,7 @@ impl Buffer for TchBuffer {
     }
 
     fn memory(&mut self) -> Memory {
-        // Who uses the address knows nothing of strides.
+        // The user of the address knows nothing of strides.
         if !self.flat.is_contiguous() {
             self.flat = self.flat.contiguous();
         }

@@ -4,7 +4,7 @@ Run with torch 2.13, transformers 5.23 and peft 0.21.2: `python make.py [CASE ..
 becomes CASE.json beside this file: the base (a case of ../families), the adapter's configuration,
 names and shapes of the tensors that peft saves, logits of the first batch, the losses of ten
 training steps, tokens with and without the adapter, and the versions of the libraries. In the cases
-named after bf16 the base is in bf16, as whoever loads a large model has it, and the adapter is left
+named after bf16 the base is in bf16, as users of large models load it, and the adapter is left
 to peft, which makes it f32; they have losses, types of elements and norms of the trained factors.
 
 Weights and data are the formulas of ../families/make.py; factors are named as peft names them in a

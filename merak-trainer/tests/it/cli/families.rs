@@ -171,7 +171,7 @@ fn bert_fills_in_the_words_of_a_text() {
     let place = place(&bert("BertForMaskedLM"), "text", "text");
     let losses = same_everywhere(&place);
     let prefetched = trained(&place, "--dataloader_num_workers 2");
-    assert_eq!(prefetched, losses, "whoever draws");
+    assert_eq!(prefetched, losses, "workers draw alike");
     assert_ne!(trained(&place, "--data_seed 7"), losses);
     assert_ne!(trained(&place, "--data.mlm_probability 0.5"), losses);
     assert_ne!(trained(&place, "--data.mask_replace_prob 0.1"), losses);
