@@ -32,7 +32,7 @@ pub struct Rewritten {
 ///
 /// # Communication
 /// Per microbatch and split region, forward one all-reduce (after the row layer) and backward one
-/// (before the column layers), each of the bytes of one activation; [`Report::traffic`] has the
+/// (before the column layers), each of the bytes of one activation; [`Report::collectives`] has the
 /// sums.
 ///
 /// # Errors

@@ -149,7 +149,7 @@ pub enum Error {
     #[error(transparent)]
     Model(Box<merak_trace::Error>),
     /// The tensor-parallel rewrite refused.
-    #[error("{0}{}", of_layer_lists(.0))]
+    #[error("{error}{advice}", error = .0, advice = of_layer_lists(.0))]
     TensorParallel(Box<merak_tp::Error>),
     /// The model cannot be cut as asked.
     #[error(transparent)]

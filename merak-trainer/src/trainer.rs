@@ -57,9 +57,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A learning rate of the caller's own: after a number of updates, skipped steps aside, in a run of a
-/// number of steps. It must be the same function on every rank, and of nothing else, so that a
-/// resumed run goes on alike.
+/// A learning rate of the caller's own: after a number of updates, skipped steps aside, in a run
+/// of a number of steps. It must be the same function on every rank, and of nothing else, so that
+/// a resumed run goes on alike.
 pub type LrScheduler = Arc<dyn Fn(u64, usize) -> f64 + Send + Sync>;
 
 /// What a trainer is made of besides the plan and the arguments.

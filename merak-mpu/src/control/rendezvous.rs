@@ -23,7 +23,8 @@ use std::{
 /// How many ports from the given one on rank 0 may take, where others hold the first ones.
 const PORTS: u16 = 16;
 
-/// Longest wait for a connection to one address, and for the first word of the process that listens there.
+/// Longest wait for a connection to one address, and for the first word of the process that
+/// listens there.
 const TRY: Duration = Duration::from_secs(1);
 
 /// How long rank 0 stays, once it has given up, to tell those why that come later. They would look
