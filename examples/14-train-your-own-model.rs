@@ -49,6 +49,7 @@ impl SideBySide {
             scale: 1.0 / (head_dim as f64).sqrt(),
             causal: true,
             window: None,
+            documents: false,
             dropout: None,
         };
         let mixed = layer.sub("attn").attention(&q?, &k?, &v?, &spec, 0.0)?;

@@ -22,6 +22,15 @@ impl Kind {
         Self::Optimizer(name.into())
     }
 
+    /// The least stage of ZeRO whose ranks divide tensors of this kind (`merak-zero` states it for
+    /// a run; checkpoints that are resharded are laid out alike).
+    pub fn divided_from(&self) -> usize {
+        match self {
+            Self::Parameter => 3,
+            Self::Optimizer(_) => 1,
+        }
+    }
+
     /// The kind as files spell it.
     pub fn as_str(&self) -> &str {
         match self {

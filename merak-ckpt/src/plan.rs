@@ -73,7 +73,7 @@ pub(crate) fn plan(
             let local = local_tensors(tensors, kind, (tp_rank, topology.tp), |name| {
                 stage_of[name] == stage
             })?;
-            let divides = topology.zero_stage >= if is_parameter { 3 } else { 1 };
+            let divides = topology.zero_stage >= kind.divided_from();
             let degree = if divides { topology.dp } else { 1 };
             for (dp_rank, dealt) in dealt.iter_mut().take(degree).enumerate() {
                 dealt[usize::from(!is_parameter)].extend(zero_part(&local, dp_rank, degree));

@@ -42,6 +42,17 @@ pub fn closest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) ->
         .or_else(|| Some(most_similar(&name.to_lowercase(), &candidates)?.0))
 }
 
+/// What a message about a mistyped name ends with: the name that it probably means, if any.
+///
+/// ```
+/// use merak_mpu::names::{did_you_mean, nearest};
+/// assert_eq!(did_you_mean(nearest("1fb1", ["1f1b"])), "; did you mean \"1f1b\"?");
+/// assert_eq!(did_you_mean(None), "");
+/// ```
+pub fn did_you_mean(nearest: Option<&str>) -> String {
+    nearest.map_or_else(String::new, |name| format!("; did you mean \"{name}\"?"))
+}
+
 /// The candidate that is most similar to a name in lower case, the first one on ties, and how
 /// similar it is, from 0 to 1.
 fn most_similar<'a>(name: &str, candidates: &[&'a str]) -> Option<(&'a str, f64)> {

@@ -87,7 +87,10 @@ mod stages;
 
 pub use costs::{Counted, PhaseCosts, StepCosts};
 pub use error::{Error, Result};
-pub use memory::{ParamBytes, ParamSums, Share, TrainingBytes, input_bytes};
+pub use memory::{
+    ForwardBytes, ParamBytes, ParamSums, Share, TrainingBytes, cached_bytes, forward_bytes,
+    input_bytes,
+};
 pub use method::{SplitMethod, StageMethod};
 pub use partition::{Partition, recompute_plan};
 pub use pipeline::{

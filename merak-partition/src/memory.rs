@@ -3,7 +3,7 @@
 
 use crate::RankPrograms;
 use merak_pipe::{Action, StageBytes, StageId, rank_peak_bytes};
-use merak_trace::{DType, LiveBytes, Param, Port, StageProgram};
+use merak_trace::{DType, LiveBytes, Param, Port, StageProgram, op::Class};
 use std::collections::BTreeMap;
 
 /// Bytes for each element, and the ranks that divide the elements among themselves.
@@ -234,6 +234,37 @@ pub(crate) fn stage_bytes(live: &LiveBytes) -> StageBytes {
         backward_after_recompute: live.backward_after_recompute as u64,
         input_half_after_recompute: live.input_half_after_recompute as u64,
     }
+}
+
+/// The bytes of values that a rank's forwards need, one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ForwardBytes {
+    /// The batch, and the values that are alive at the worst moment.
+    pub activations: usize,
+    /// Memory of freed values that is kept for later values of the same length.
+    pub pool: usize,
+}
+
+/// What the forwards of a rank's stages need. Nothing is kept for a backward.
+pub fn forward_bytes(programs: &[StageProgram]) -> ForwardBytes {
+    let peaks = programs.iter().map(|program| program.live_bytes().forward);
+    let pools = programs.iter().map(StageProgram::kept_free_bytes);
+    ForwardBytes {
+        activations: input_bytes(programs.iter()).saturating_add(peaks.max().unwrap_or(0)),
+        pool: pools.max().unwrap_or(0),
+    }
+}
+
+/// Bytes of the keys and values of a forward's positions, which a rank keeps to generate text.
+pub fn cached_bytes(programs: &[StageProgram]) -> usize {
+    let of_program = |program: &StageProgram| {
+        let nodes = program.graph.nodes().iter();
+        let attentions = nodes.filter(|node| node.op.class() == Class::Attention);
+        // Queries, keys and values, in this order.
+        let kept = attentions.flat_map(|node| &node.inputs[1..3]);
+        total(kept.map(|&value| program.graph.ty(value).size_bytes()))
+    };
+    total(programs.iter().map(of_program))
 }
 
 /// Bytes of a microbatch as a rank loads it for its stages.

@@ -183,7 +183,7 @@ impl<'a> Search<'a> {
         });
         Some(Role {
             kind,
-            list: "tp_layer_lists = \"auto\"".to_owned(),
+            list: "auto_lists".to_owned(),
             parts: self.parts[&id].clone(),
             pads: false,
         })

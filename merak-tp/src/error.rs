@@ -69,7 +69,7 @@ pub enum Error {
     /// The ranks cannot share the sequence evenly.
     #[error(
         "{module}: a sequence of {len} cannot be cut over {axis} = {degree}{}: choose \"{axis}\" among {}, or another \
-         \"seq_length\", such as {}",
+         length, such as {}",
         if *axis == Axis::Tensor { " (\"sequence_parallel\")" } else { "" },
         listed(legal), len.next_multiple_of(*degree), axis = axis.degree_name()
     )]
@@ -89,7 +89,7 @@ pub enum Error {
     /// Sequences that each tensor rank has a slice of cannot be cut over the sequence axis too.
     #[error(
         "{node}: the sequence has {len} positions for each of tp = {tp} ranks (\"sequence_parallel\"), which cannot be cut over \
-         sp = {degree}: choose a \"seq_length\" that is a multiple of \"tp\" x \"sp\", which is {}",
+         sp = {degree}: choose a length that is a multiple of \"tp\" x \"sp\", which is {}",
         tp * degree
     )]
     NestedSequence {

@@ -152,6 +152,7 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         | Op::AllToAll { .. } => regions::region(site)?,
         Op::Positions { .. }
         | Op::SeenPositions { .. }
+        | Op::DocumentPositions { .. }
         | Op::RelativeBuckets(_)
         | Op::Zeros { .. }
         // Gradients are added after the rewrite.

@@ -33,7 +33,7 @@ use crate::hash::name_hash;
 
 mod extend;
 
-pub use extend::{Copied, extend};
+pub use extend::{Copied, Original, extend};
 
 /// Runs `model` once on symbolic values and returns the graph of its operations.
 ///
@@ -47,7 +47,7 @@ pub fn trace(dtype: DType, model: impl FnOnce(&Module) -> Result<()>) -> Result<
         graph: Rc::clone(&graph),
         path: "".into(),
         dtype,
-        seen: Rc::default(),
+        hidden: Rc::default(),
     })?;
     Ok(graph.take())
 }
@@ -91,8 +91,17 @@ pub struct Module {
     graph: Rc<RefCell<Graph>>,
     path: Arc<str>,
     dtype: DType,
-    /// The default mask of the keys that an attention sees.
-    seen: Rc<OnceCell<Symbol>>,
+    /// What hides keys from an attention by default.
+    hidden: Rc<OnceCell<Hidden>>,
+}
+
+/// What hides keys from the attentions of a model, `[B, S]` i64.
+#[derive(Debug)]
+enum Hidden {
+    /// Keys where it is 0, from all queries.
+    Unseen(Symbol),
+    /// Keys of other documents, which have other ids.
+    Documents(Symbol),
 }
 
 impl Module {
@@ -103,7 +112,7 @@ impl Module {
             graph: Rc::clone(&self.graph),
             path: self.qualified(name).into(),
             dtype: self.dtype,
-            seen: Rc::clone(&self.seen),
+            hidden: Rc::clone(&self.hidden),
         }
     }
 
@@ -111,12 +120,23 @@ impl Module {
     /// the model.
     pub fn hide_unseen(&self, seen: &Symbol) {
         // The first mask stays.
-        let _ = self.seen.set(seen.clone());
+        let _ = self.hidden.set(Hidden::Unseen(seen.clone()));
+    }
+
+    /// Parts the sequences of the model into documents, which are runs of equal `ids`, `[B, S]`
+    /// i64: every later [`Module::attention`] sees its own document alone, and
+    /// [`Module::positions`] count from the start of each.
+    pub fn part_documents(&self, ids: &Symbol) {
+        // The first mask stays.
+        let _ = self.hidden.set(Hidden::Documents(ids.clone()));
     }
 
     /// The mask that hides keys from every attention, if there is one.
     pub fn seen(&self) -> Option<&Symbol> {
-        self.seen.get()
+        match self.hidden.get()? {
+            Hidden::Unseen(seen) => Some(seen),
+            Hidden::Documents(_) => None,
+        }
     }
 
     /// The same module with parameters of another element type.
@@ -370,7 +390,8 @@ impl Module {
         )
     }
 
-    /// The position of each element of a sequence, `[len]` i64.
+    /// The position of each element of a sequence, `[len]` i64; `[B, len]` where the sequences are
+    /// parted into documents.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -383,7 +404,10 @@ impl Module {
     /// # Errors
     /// As [`Module::apply`].
     pub fn positions_from(&self, first: usize, len: usize) -> Result<Symbol> {
-        self.apply1(Op::Positions { len, first }, &[])
+        match self.hidden.get() {
+            Some(Hidden::Documents(ids)) => self.apply1(Op::DocumentPositions { first }, &[ids]),
+            _ => self.apply1(Op::Positions { len, first }, &[]),
+        }
     }
 
     /// Numbers the positions of `seen`, `[B, S]` i64, that are not 0, from `first` on; the others
@@ -395,8 +419,8 @@ impl Module {
         self.apply1(Op::SeenPositions { first }, &[seen])
     }
 
-    /// Attention over packed heads, to the keys that are not hidden; `dropout` is the probability
-    /// of zeroing a weight.
+    /// Attention over packed heads, to the keys that are not hidden or of another document;
+    /// `dropout` is the probability of zeroing a weight.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -408,11 +432,21 @@ impl Module {
         spec: &Attention,
         dropout: f64,
     ) -> Result<Symbol> {
-        let terms = AttentionTerms {
-            seen: self.seen.get(),
-            bias: None,
+        let (seen, documents) = match self.hidden.get() {
+            None => (None, false),
+            Some(Hidden::Unseen(seen)) => (Some(seen), false),
+            Some(Hidden::Documents(ids)) => (Some(ids), true),
         };
-        self.attention_with([q, k, v], terms, spec, dropout)
+        let spec = Attention {
+            documents,
+            ..spec.clone()
+        };
+        self.attention_with(
+            [q, k, v],
+            AttentionTerms { seen, bias: None },
+            &spec,
+            dropout,
+        )
     }
 
     /// The bucket of each query's distance to each key, `[Sq, Sk]` i64.

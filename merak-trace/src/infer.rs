@@ -22,11 +22,11 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             operands::<0>(inputs)?;
             Ok(vec![TensorType::new([*len], DType::I64)])
         }
-        Op::SeenPositions { .. } => {
-            let [seen] = operands(inputs)?;
-            is_ids(seen)?;
-            has_ndim(seen, 2)?;
-            Ok(vec![seen.clone()])
+        Op::SeenPositions { .. } | Op::DocumentPositions { .. } => {
+            let [ids] = operands(inputs)?;
+            is_ids(ids)?;
+            has_ndim(ids, 2)?;
+            Ok(vec![ids.clone()])
         }
         Op::RelativeBuckets(spec) => {
             operands::<0>(inputs)?;
@@ -142,7 +142,9 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
                 )
             })?;
             ensure(
-                positions.shape == [x.shape[1]] && positions.dtype == DType::I64,
+                x.shape[..2].ends_with(&positions.shape)
+                    && !positions.shape.is_empty()
+                    && positions.dtype == DType::I64,
                 || format!("positions {positions} do not number the sequence of {x}"),
             )?;
             Ok(vec![x.clone()])
@@ -381,6 +383,7 @@ fn attention_options<'a>(
     required: usize,
 ) -> Result<Option<&'a TensorType>, Reason> {
     if inputs.len() <= required {
+        ensure(!spec.documents, || "documents need their ids".to_owned())?;
         return Ok(None);
     }
     let (q, k) = (&inputs[q], &inputs[k]);
@@ -397,6 +400,10 @@ fn attention_options<'a>(
             || format!("{seen} does not say which keys of {k} are seen"),
         )?;
     }
+    ensure(
+        !spec.documents || options.seen.is_some() && q.shape[1] == k.shape[1],
+        || format!("documents need an id for each of as many queries {q} as keys {k}"),
+    )?;
     let Some(table) = options.table else {
         return Ok(None);
     };

@@ -9,6 +9,7 @@ use crate::{
     Error, NodeId, Op, Result, SharedBackend, Source, StageProgram, TensorType, Value, ValueId,
     autodiff::Phase,
     backend::{Call, GradSink, RunContext},
+    op::ResultMemory,
 };
 use merak_mpu::{Axis, Group, Mpu};
 use std::{collections::BTreeMap, fmt, sync::Arc};
@@ -418,6 +419,9 @@ impl Interpreter {
 
     fn execute(&self, call: Call<'_>, mut inputs: Vec<Value>) -> Result<Vec<Value>> {
         if call.op.has_kernel() {
+            // A shared operand is not overwritten.
+            let may_overwrite = call.op.result_memory() == ResultMemory::Operand;
+            let _shared = (!may_overwrite).then(|| inputs.clone());
             return self.backend.run(call, inputs);
         }
         let region = call.op.region();

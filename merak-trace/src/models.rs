@@ -68,13 +68,26 @@ pub struct TraceOptions {
     pub dtype: DType,
     /// The output of the model.
     pub head: Head,
-    /// Gives models of the next token an input `attention_mask: [B, S] i64`, whose zeros hide
-    /// padding from all attentions; only padding before the tokens needs that.
-    pub attention_mask: bool,
+    /// The earlier tokens that those of a model of the next token see.
+    pub visible: Visible,
     /// Makes tied weights independent copies.
     pub untie: bool,
     /// Standard deviation of weight matrices where the configuration states none.
     pub init_std: f64,
+}
+
+/// The earlier tokens that a token of a model of the next token sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Visible {
+    /// All of them.
+    #[default]
+    All,
+    /// Those that an input `attention_mask: [B, S] i64` has no 0 for, which hides padding; only
+    /// padding before the tokens needs that.
+    Unpadded,
+    /// Those of its own document, a run of equal numbers in an input `document_ids: [B, S] i64`.
+    /// Positions count from the start of each document.
+    Document,
 }
 
 impl TraceOptions {
@@ -89,7 +102,7 @@ impl TraceOptions {
             head: Head::Loss {
                 label_smoothing: 0.0,
             },
-            attention_mask: false,
+            visible: Visible::All,
             untie: false,
             init_std: 0.02,
         }
@@ -188,34 +201,41 @@ pub trait Model: fmt::Debug + Send + Sync {
     fn trace(&self, options: &TraceOptions) -> Result<Graph>;
 }
 
-/// The same model for data with padding before their tokens: for a loss it reads `attention_mask`.
-pub fn with_attention_mask(model: Arc<dyn Model>) -> Arc<dyn Model> {
-    Arc::new(Masked(model))
+/// The same model of the next token, whose tokens see these earlier ones where it gives a loss.
+pub fn with_visible(model: Arc<dyn Model>, visible: Visible) -> Arc<dyn Model> {
+    Arc::new(Masked { model, visible })
 }
 
 #[derive(Debug)]
-struct Masked(Arc<dyn Model>);
+struct Masked {
+    model: Arc<dyn Model>,
+    visible: Visible,
+}
 
 impl Model for Masked {
     fn info(&self) -> ModelInfo {
-        self.0.info()
+        self.model.info()
     }
 
     fn objective(&self) -> Objective {
-        self.0.objective()
+        self.model.objective()
     }
 
     fn optional_inputs(&self) -> &'static [(&'static str, i64)] {
-        &[("attention_mask", 1)]
+        match self.visible {
+            Visible::Unpadded => &[("attention_mask", 1)],
+            Visible::All | Visible::Document => &[],
+        }
     }
 
     fn scaling_length(&self, seq: usize) -> usize {
-        self.0.scaling_length(seq)
+        self.model.scaling_length(seq)
     }
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
-        self.0.trace(&TraceOptions {
-            attention_mask: matches!(options.head, Head::Loss { .. }),
+        let is_loss = matches!(options.head, Head::Loss { .. });
+        self.model.trace(&TraceOptions {
+            visible: if is_loss { self.visible } else { Visible::All },
             ..options.clone()
         })
     }

@@ -50,6 +50,12 @@ pub enum Op {
         /// Number of the first position that is seen.
         first: usize,
     },
+    /// `document_ids [B, S] i64 -> [B, S] i64`: the number of each position in its document, a run
+    /// of equal ids, counted from `first`.
+    DocumentPositions {
+        /// Number of the first position of each document.
+        first: usize,
+    },
     /// `-> [Sq, Sk] i64`: the bucket of each query's distance to each key.
     RelativeBuckets(RelativeBuckets),
 
@@ -122,7 +128,7 @@ pub enum Op {
     Attention(Attention),
     /// `dout, q, k, v, out, lse, (seen), (table, index) -> dq, dk, dv, (dtable)`.
     AttentionGrad(Attention),
-    /// `x [B, S, H*D], positions [S] i64 -> x`.
+    /// `x [B, S, H*D], positions [S] or [B, S] i64 -> x`.
     Rope(Rope),
 
     /// `x -> y`, elementwise.

@@ -38,6 +38,7 @@ mod crates;
 mod dataset;
 mod evaluation;
 mod fingerprint;
+mod images;
 mod in_order;
 mod input;
 mod inputs;
@@ -46,6 +47,7 @@ mod loader;
 mod masked;
 mod mixture;
 mod order;
+mod packed;
 mod parquet;
 mod permutation;
 mod pieces;
@@ -73,8 +75,8 @@ pub use self::{
     corpus::Corpus,
     crates::CrateSources,
     dataset::{
-        Batch, Collator, Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor, Subset, collate,
-        collate_with,
+        Batch, Collation, Collator, Dataset, IGNORED_LABEL, LABELS, Names, Sample, SampleTensor,
+        Subset, collate,
     },
     evaluation::EvaluationOrder,
     fingerprint::{DataFingerprint, TokenizerFingerprint},
@@ -99,4 +101,5 @@ pub use self::{
 pub(crate) use self::{
     dataset::has_labels,
     inputs::{ATTENTION_MASK, integer_limit},
+    packed::DOCUMENT_IDS,
 };

@@ -9,8 +9,7 @@ use crate::{
     plan::{Forward, ParamGroups, Plan, kept_bytes, param_bytes},
 };
 use merak_ckpt::words::Bytes;
-use merak_partition::input_bytes;
-use merak_trace::{Graph, StageProgram, op::Class};
+use merak_partition::{ForwardBytes, cached_bytes, forward_bytes};
 use std::{fmt, iter};
 use threads::{mapped_bytes, touched_bytes};
 
@@ -210,21 +209,26 @@ impl Plan {
             ..MemoryNeed::default()
         };
         for &workload in workloads {
-            let (activations, pool) = match workload {
-                Workload::Training => (training.activations, training.pool),
+            let programs = |forward| self.inference_programs(self.stages_of(rank), forward);
+            let ForwardBytes { activations, pool } = match workload {
+                Workload::Training => ForwardBytes {
+                    activations: training.activations,
+                    pool: training.pool,
+                },
                 Workload::Evaluation { samples } => {
                     let batch = args.evaluation_batch(samples);
-                    self.forward_bytes(rank, Forward::loss(batch, self.draft.seq_length))?
+                    forward_bytes(&programs(Forward::loss(batch, self.draft.seq_length))?)
                 }
                 Workload::Generation { positions } => {
-                    let first = Forward::logits(1, FIRST_TOKENS, Some(FIRST_TOKENS));
+                    let first = programs(Forward::logits(1, FIRST_TOKENS, Some(FIRST_TOKENS)))?;
                     // Without a cache, keys and values are computed again for each token.
                     let kept = if args.use_cache { positions } else { 0 };
-                    let cache = self.cached_bytes(rank, first)?;
-                    let cache = cache.saturating_mul(kept.div_ceil(args.dp));
-                    let (values, pool) = self.forward_bytes(rank, first)?;
-                    let gathered = self.gathered_bytes(args, rank)?;
-                    (values.saturating_add(cache).saturating_add(gathered), pool)
+                    let cache = cached_bytes(&first).saturating_mul(kept.div_ceil(args.dp));
+                    let mut bytes = forward_bytes(&first);
+                    for more in [cache, self.gathered_bytes(args, rank)?] {
+                        bytes.activations = bytes.activations.saturating_add(more);
+                    }
+                    bytes
                 }
             };
             // Under autocast a value of f32 may have 16 bits.
@@ -267,35 +271,6 @@ impl Plan {
         let programs = self.rank_programs(rank)?;
         let trained = programs.params.iter().filter(|param| param.trainable);
         Ok(trained.map(|param| param.local.size_bytes()).sum())
-    }
-
-    /// Bytes that a rank's caches keep of the positions of a forward.
-    fn cached_bytes(&self, rank: usize, forward: Forward) -> Result<usize> {
-        let programs = self.inference_programs(self.stages_of(rank), forward)?;
-        let graphs = programs.iter().map(|program| &program.graph);
-        let bytes = |graph: &Graph| -> usize {
-            let nodes = graph.nodes().iter();
-            let attentions = nodes.filter(|node| node.op.class() == Class::Attention);
-            // Queries, keys and values, in this order.
-            let kept = attentions.flat_map(|node| &node.inputs[1..3]);
-            kept.map(|&value| graph.ty(value).size_bytes()).sum()
-        };
-        Ok(graphs.map(bytes).sum())
-    }
-
-    /// The values of a forward, and the memory of freed ones that is kept.
-    fn forward_bytes(&self, rank: usize, forward: Forward) -> Result<(usize, usize)> {
-        let programs = self.inference_programs(self.stages_of(rank), forward)?;
-        // Without a backward nothing is kept, and the peak lies where an operation reads one large
-        // value and writes another: backends overwrite operands in additions alone.
-        let live = |program: &StageProgram| program.live_bytes_without_reuse();
-        let forwards = programs.iter().map(|program| live(program).forward);
-        let pools = programs.iter().map(StageProgram::kept_free_bytes);
-        let inputs = input_bytes(programs.iter());
-        Ok((
-            inputs.saturating_add(forwards.max().unwrap_or(0)),
-            pools.max().unwrap_or(0),
-        ))
     }
 
     /// Refuses a run whose ranks, all in this process, need more memory than this machine has.

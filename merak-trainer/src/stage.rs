@@ -150,8 +150,13 @@ impl RankStages {
 
     /// Whether one of them reads data.
     pub(crate) fn reads_data(&self) -> bool {
-        let mut programs = self.stages.iter().map(|stage| stage.interpreter.program());
-        programs.any(|program| !program.inputs.is_empty())
+        self.inputs().next().is_some()
+    }
+
+    /// The names of the data that they read.
+    pub(crate) fn inputs(&self) -> impl Iterator<Item = &str> {
+        let programs = self.stages.iter().map(|stage| stage.interpreter.program());
+        programs.flat_map(|program| program.inputs.iter().map(|port| &*port.name))
     }
 
     /// The engine of this rank for forwards of some microbatches.

@@ -14,7 +14,7 @@ use super::LoraConfig;
 use super::config::{InitWeights, Names, ends_with};
 use super::factor::FactorRole;
 use merak_trace::fx::{Copied, Module, Symbol, extend};
-use merak_trace::op::WeightLayout;
+use merak_trace::op::{Class, WeightLayout};
 use merak_trace::{Beside, DType, Graph, Init, Node, Op, Param, ParamRole, models};
 use serde_json::json;
 use std::collections::BTreeSet;
@@ -172,7 +172,8 @@ pub fn adapt(
             let trains = config.trains_whole(&param.name, is_adapted);
             param.trainable = trains && !config.is_frozen;
         },
-        |copied| {
+        |original| {
+            let copied = original.copy()?;
             let layer = chosen.iter().find(|layer| layer.node == copied.node.name);
             match layer {
                 Some(layer) => adapter.beside(layer, &copied).map(|value| vec![value]),
@@ -211,13 +212,13 @@ enum WeightUse {
 impl WeightUse {
     fn of(graph: &Graph, node: &Node, weight: &Param) -> Option<Self> {
         let is_as_stored = graph.param_of(*node.inputs.get(1)?).is_some();
-        match node.op {
-            Op::Linear { layout, .. } if is_as_stored => Some(Self::Matrix(layout)),
-            Op::Linear { layout, .. } => {
+        match node.op.class() {
+            Class::Linear(layout) if is_as_stored => Some(Self::Matrix(layout)),
+            Class::Linear(layout) => {
                 let is_kernel = layout == WeightLayout::OutIn && weight.full.ndim() == 4;
                 is_kernel.then_some(Self::Kernel)
             }
-            Op::Embedding { .. } if is_as_stored => Some(Self::Table),
+            Class::Lookup if is_as_stored => Some(Self::Table),
             _ => None,
         }
     }

@@ -7,7 +7,10 @@ use crate::{
     recompute_plan,
 };
 use merak_pipe::{Schedule, ScheduleKind, StageId};
-use merak_trace::{Op, RecomputePlan, op::Class};
+use merak_trace::{
+    Op, RecomputePlan,
+    op::{Class, RegionKind},
+};
 use std::collections::BTreeMap;
 
 /// What backwards recompute.
@@ -193,7 +196,9 @@ impl RecomputeOp {
             Self::Activation => class == Class::Activation,
             Self::Norm => matches!(class, Class::LayerNorm | Class::RmsNorm),
             Self::Dropout => class == Class::Dropout,
-            Self::Gather => matches!(op, Op::AllGather { .. }),
+            Self::Gather => {
+                matches!(class, Class::Region(region) if matches!(region.kind, RegionKind::AllGather { .. }))
+            }
         }
     }
 }

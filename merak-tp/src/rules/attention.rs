@@ -124,8 +124,9 @@ pub(super) fn rope(site: &Site<'_>, rope: &Rope) -> NodePlacement {
         return site.whole();
     };
     if shard.dim == SEQUENCE {
+        // `[S]`, or `[B, S]`.
         let positions = Shard {
-            dim: 0,
+            dim: site.types[1].ndim() - 1,
             parts: shard.parts.clone(),
         };
         return NodePlacement::new(

@@ -166,6 +166,7 @@ fn heads(kv_heads: usize) -> Attention {
         scale: 0.7,
         causal: true,
         window: None,
+        documents: false,
         dropout: None,
     }
 }

@@ -415,6 +415,7 @@ fn spec(heads: usize, kv_heads: usize) -> Attention {
         scale: 0.5,
         causal: true,
         window: None,
+        documents: false,
         dropout: None,
     }
 }

@@ -228,6 +228,7 @@ pub(crate) fn sequence_first() -> Graph {
             scale: 0.5,
             causal: true,
             window: None,
+            documents: false,
             dropout: None,
         };
         let mixed = by_sample(&module.attention(&q?, &k?, &v?, &spec, 0.1)?)?;
@@ -285,7 +286,7 @@ fn an_odd_sequence_is_refused_with_the_degrees_that_divide_it() {
             ..
         }
     ));
-    insta::assert_snapshot!(error.to_string(), @r#"transformer.wte: a sequence of 6 cannot be cut over tp = 4 ("sequence_parallel"): choose "tp" among 1, 2, or another "seq_length", such as 8"#);
+    insta::assert_snapshot!(error.to_string(), @r#"transformer.wte: a sequence of 6 cannot be cut over tp = 4 ("sequence_parallel"): choose "tp" among 1, 2, or another length, such as 8"#);
 }
 
 #[test]

@@ -188,7 +188,7 @@ fn what_does_not_divide_stays_whole_or_is_refused() {
         Ok(())
     });
     let message = |degree| auto_lists(&odd, degree).unwrap_err().to_string();
-    insta::assert_snapshot!(message(4), @r#"up: 10 output features cannot be split over tp = 4 (tp_layer_lists = "auto"): choose "tp" among 1, 2, 5, 10"#);
+    insta::assert_snapshot!(message(4), @r#"up: 10 output features cannot be split over tp = 4 (auto_lists): choose "tp" among 1, 2, 5, 10"#);
     let lone = trace(|module| {
         module.output("y", &linear(module, "up", &input(module, &[2, 8]), 8)?);
         Ok(())

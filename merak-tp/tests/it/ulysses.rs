@@ -11,7 +11,8 @@ use merak_tp::{
     Error, LayerTraffic, Options, Rewritten, Sequence, Traffic, default_lists, rewrite_with,
 };
 use merak_trace::{
-    Axis, DType, Graph, Op, RecomputePlan, StageCuts, StageProgram, models::TraceOptions,
+    Axis, DType, Graph, Op, RecomputePlan, StageCuts, StageProgram,
+    models::{TraceOptions, Visible},
 };
 use serde_json::{Value as Json, json};
 
@@ -120,7 +121,7 @@ fn decoders_of_other_families_with_windows_and_norms_of_heads() {
 #[test]
 fn hidden_padding_is_seen_by_all_ranks() {
     let options = TraceOptions {
-        attention_mask: true,
+        visible: Visible::Unpadded,
         ..options(8)
     };
     let opt = json!({ "model_type": "opt", "vocab_size": 101, "max_position_embeddings": 16, "hidden_size": 16,
@@ -128,6 +129,21 @@ fn hidden_padding_is_seen_by_all_ranks() {
     for config in [llama(1, 2, 0.1), opt] {
         check(&config, &options, &Options::new(1), 2);
         check(&config, &options, &Options::new(2), 2);
+    }
+}
+
+#[test]
+fn documents_are_parted_alike_on_all_ranks() {
+    let options = TraceOptions {
+        visible: Visible::Document,
+        ..options(8)
+    };
+    let opt = json!({ "model_type": "opt", "vocab_size": 101, "max_position_embeddings": 16, "hidden_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 4 });
+    for config in [gpt2(1, 0.1, true), llama(1, 2, 0.1), opt] {
+        check(&config, &options, &Options::new(1), 2);
+        check(&config, &options, &Options::new(2), 2);
+        check(&config, &options, &Options::new(2).with_sequence(CUT), 2);
     }
 }
 
@@ -234,9 +250,9 @@ fn sizes_that_do_not_divide_are_refused_with_those_that_do() {
     let one = Options::new(1);
     insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &one, 3), @r#"transformer.h.0.attn: 4 attention heads of a rank cannot be split over sp = 3: choose "sp" among 1, 2"#);
     insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 16, &Options::new(2), 4), @r#"transformer.h.0.attn: 2 attention heads of a rank cannot be split over sp = 4: choose "sp" among 1, 2"#);
-    insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &one, 4), @r#"transformer.wte: a sequence of 6 cannot be cut over sp = 4: choose "sp" among 1, 2, or another "seq_length", such as 8"#);
+    insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &one, 4), @r#"transformer.wte: a sequence of 6 cannot be cut over sp = 4: choose "sp" among 1, 2, or another length, such as 8"#);
     let slices = Options::new(2).with_sequence(CUT);
-    insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &slices, 2), @r#"transformer.wte.scatter: the sequence has 3 positions for each of tp = 2 ranks ("sequence_parallel"), which cannot be cut over sp = 2: choose a "seq_length" that is a multiple of "tp" x "sp", which is 4"#);
+    insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &slices, 2), @r#"transformer.wte.scatter: the sequence has 3 positions for each of tp = 2 ranks ("sequence_parallel"), which cannot be cut over sp = 2: choose a length that is a multiple of "tp" x "sp", which is 4"#);
     let mut six = llama(1, 3, 0.0);
     six["hidden_size"] = 24.into();
     six["num_attention_heads"] = 6.into();

@@ -195,6 +195,7 @@ impl Rule<'_, '_> {
             }
             Op::Positions { .. }
             | Op::SeenPositions { .. }
+            | Op::DocumentPositions { .. }
             | Op::RelativeBuckets(_)
             | Op::Zeros { .. }
             | Op::Split { .. }

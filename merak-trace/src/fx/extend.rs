@@ -4,6 +4,42 @@ use super::{Module, Symbol};
 use crate::{DType, Graph, Node, Param, Result, Source, ValueId};
 use std::{cell::RefCell, collections::BTreeMap, rc::Rc, sync::Arc};
 
+/// A node of the graph that is copied, before it has a counterpart.
+#[derive(Debug)]
+pub struct Original<'a> {
+    /// The node in the graph that is copied.
+    pub node: &'a Node,
+    /// The module that called the operation; it can add nodes.
+    pub module: Module,
+    /// Operands of the copy.
+    pub inputs: Vec<Symbol>,
+}
+
+impl<'a> Original<'a> {
+    /// Adds the counterpart, under the node's name. A node that is not copied is left out.
+    ///
+    /// # Errors
+    /// As [`Graph::add_node`].
+    pub fn copy(self) -> Result<Copied<'a>> {
+        let ids = self.inputs.iter().map(|symbol| symbol.id).collect();
+        let op = self.node.op.clone();
+        let mut new = self.module.graph.borrow_mut();
+        let outputs = new.add_counterpart(self.node, op, ids)?;
+        let symbol = |id| Symbol {
+            id,
+            ty: new.ty(id).clone(),
+        };
+        let outputs = outputs.into_iter().map(symbol).collect();
+        drop(new);
+        Ok(Copied {
+            node: self.node,
+            module: self.module,
+            inputs: self.inputs,
+            outputs,
+        })
+    }
+}
+
 /// A node of the graph that is copied, and its counterpart.
 #[derive(Debug)]
 pub struct Copied<'a> {
@@ -17,8 +53,9 @@ pub struct Copied<'a> {
     pub outputs: Vec<Symbol>,
 }
 
-/// Copies a graph node by node; `visit` sees each copy, may add nodes behind it, and returns the
-/// values that take the place of its results. `declare` may change the model's parameters.
+/// Copies a graph node by node; `visit` sees each node, copies it or leaves it out, may add nodes
+/// behind it, and returns the values that take the place of its results. `declare` may change the
+/// model's parameters.
 ///
 /// Nodes, inputs and parameters keep their names and their order, so a graph that is traced for
 /// another batch and extended alike has the same new nodes at the same places.
@@ -35,9 +72,12 @@ pub struct Copied<'a> {
 /// let doubled = fx::extend(
 ///     &plain,
 ///     |_| (),
-///     |copied| match copied.node.op {
-///         Op::Linear { .. } => Ok(vec![copied.module.scale(&copied.outputs[0], 2.0)?]),
-///         _ => Ok::<_, Error>(copied.outputs),
+///     |original| {
+///         let copied = original.copy()?;
+///         match copied.node.op {
+///             Op::Linear { .. } => Ok(vec![copied.module.scale(&copied.outputs[0], 2.0)?]),
+///             _ => Ok::<_, Error>(copied.outputs),
+///         }
 ///     },
 /// )?;
 /// assert_eq!(doubled.nodes().len(), 2);
@@ -50,7 +90,7 @@ pub struct Copied<'a> {
 pub fn extend<E: From<crate::Error>>(
     graph: &Graph,
     declare: impl Fn(&mut Param),
-    mut visit: impl FnMut(Copied<'_>) -> Result<Vec<Symbol>, E>,
+    mut visit: impl FnMut(Original<'_>) -> Result<Vec<Symbol>, E>,
 ) -> Result<Graph, E> {
     let mut copy = Copy {
         graph,
@@ -60,8 +100,7 @@ pub fn extend<E: From<crate::Error>>(
     };
     copy.inputs();
     for node in graph.nodes() {
-        let copied = copy.node(node)?;
-        let results = visit(copied)?;
+        let results = visit(copy.original(node)?)?;
         copy.values
             .extend(node.outputs.iter().copied().zip(results));
     }
@@ -92,29 +131,20 @@ impl<'a, D: Fn(&mut Param)> Copy<'a, D> {
         new.reserve_names(self.graph.nodes().iter().map(|node| &node.name));
     }
 
-    fn node(&mut self, node: &'a Node) -> Result<Copied<'a>> {
+    fn original(&mut self, node: &'a Node) -> Result<Original<'a>> {
         let inputs = node.inputs.iter().map(|&input| self.operand(input));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
-        let ids = inputs.iter().map(|symbol| symbol.id).collect();
-        let mut new = self.new.borrow_mut();
-        let outputs = new.add_counterpart(node, node.op.clone(), ids)?;
-        let symbol = |id| Symbol {
-            id,
-            ty: new.ty(id).clone(),
-        };
-        let outputs = outputs.into_iter().map(symbol).collect();
         let mut floats = inputs.iter().map(|input| input.ty.dtype);
         let module = Module {
             graph: Rc::clone(&self.new),
             path: Arc::clone(&node.scope),
             dtype: floats.find(|ty| ty.is_float()).unwrap_or(DType::F32),
-            seen: Rc::default(),
+            hidden: Rc::default(),
         };
-        Ok(Copied {
+        Ok(Original {
             node,
             module,
             inputs,
-            outputs,
         })
     }
 

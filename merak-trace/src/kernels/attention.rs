@@ -151,6 +151,9 @@ pub struct AttentionSpec<'a, T> {
     pub causal: bool,
     /// Query i sees keys less than this far before `i + Sk - Sq` (unless causal, also after it).
     pub window: Option<usize>,
+    /// The keys of each query's document, `[B, S]`; they begin and end no earlier for a later
+    /// query. Others are hidden.
+    pub documents: Option<&'a [Range<usize>]>,
     /// Added to the scores.
     pub mask: Option<AttentionMask<'a, T>>,
     /// Added to the scores as well; [`attention_grad`] can give its gradient.
@@ -168,6 +171,7 @@ impl<T: Float> AttentionSpec<'_, T> {
             scale: 1.0 / (shape.head_dim as f64).sqrt(),
             causal: false,
             window: None,
+            documents: None,
             mask: None,
             bias: None,
             dropout: None,
@@ -184,8 +188,8 @@ impl<T: Float> AttentionSpec<'_, T> {
 }
 
 impl<T: Float> AttentionSpec<'_, T> {
-    /// Keys that a query sees, without regard to the additive mask.
-    fn visible(&self, query: usize) -> Range<usize> {
+    /// Keys that a query of a sample sees, without regard to the additive mask.
+    fn visible(&self, batch: usize, query: usize) -> Range<usize> {
         let AttentionShape { q_len, k_len, .. } = self.shape;
         // One past the position of the query among the keys, plus the number of queries.
         let shifted = query + 1 + k_len;
@@ -197,7 +201,15 @@ impl<T: Float> AttentionSpec<'_, T> {
             shifted.saturating_add(window).saturating_sub(q_len + 1)
         };
         let end = end.min(k_len);
-        past_self.saturating_sub(window).min(end)..end
+        let start = past_self.saturating_sub(window).min(end);
+        match self.documents {
+            None => start..end,
+            Some(documents) => {
+                let document = &documents[batch * q_len + query];
+                let end = end.min(document.end);
+                start.max(document.start).min(end)..end
+            }
+        }
     }
 
     /// Adds mask and bias to the scores of a query for `keys`.
@@ -220,10 +232,14 @@ impl<T: Float> AttentionSpec<'_, T> {
         }
     }
 
-    /// Tiles of the keys that any of these queries sees.
-    fn tiles(&self, queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<T> {
-        let first = self.visible(queries.start).start;
-        let end = self.visible(queries.end - 1).end;
+    /// Tiles of the keys that any of these queries of a sample sees.
+    fn tiles(
+        &self,
+        batch: usize,
+        queries: &Range<usize>,
+    ) -> impl Iterator<Item = Range<usize>> + use<T> {
+        let first = self.visible(batch, queries.start).start;
+        let end = self.visible(batch, queries.end - 1).end;
         let starts = (first..end.max(first)).step_by(KEYS);
         starts.map(move |start| start..end.min(start + KEYS))
     }

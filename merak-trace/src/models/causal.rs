@@ -1,7 +1,7 @@
 //! What language models that predict the next token have in common.
 
 use super::{
-    Head, TraceOptions,
+    Head, TraceOptions, Visible,
     fields::{Fields, error},
 };
 use crate::{
@@ -56,13 +56,15 @@ pub(super) fn token(
     }
 }
 
-/// Declares the input `input_ids: [B, S]` of a model that predicts tokens, and `attention_mask`
-/// where the options ask for it.
+/// Declares the input `input_ids: [B, S]` of a model that predicts tokens, and `attention_mask` or
+/// `document_ids` where the options ask for it.
 pub fn input_ids(root: &Module, options: &TraceOptions) -> Symbol {
     let ty = TensorType::new([options.batch, options.seq], DType::I64);
     let ids = root.input("input_ids", ty.clone());
-    if options.attention_mask {
-        root.hide_unseen(&root.input("attention_mask", ty));
+    match options.visible {
+        Visible::All => {}
+        Visible::Unpadded => root.hide_unseen(&root.input("attention_mask", ty)),
+        Visible::Document => root.part_documents(&root.input("document_ids", ty)),
     }
     ids
 }

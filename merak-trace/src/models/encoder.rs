@@ -87,6 +87,7 @@ impl Encoder {
             scale: 1.0 / (head_dim as f64).sqrt(),
             causal: false,
             window: None,
+            documents: false,
             dropout: None,
         };
         let terms = AttentionTerms { seen, bias: None };

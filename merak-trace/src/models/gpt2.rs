@@ -130,6 +130,7 @@ impl Gpt2 {
             scale: self.attention_scale(index),
             causal: true,
             window: None,
+            documents: false,
             dropout: None,
         };
         let mixed = attn.attention(&parts[0], &parts[1], &parts[2], &spec, self.attn_pdrop)?;

@@ -143,6 +143,7 @@ impl GptNeoX {
             scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
             window: None,
+            documents: false,
             dropout: None,
         };
         let mixed = attn.attention(&turn(&q)?, &turn(&k)?, &v, &spec, self.attention_dropout)?;

@@ -179,6 +179,7 @@ impl Opt {
             scale: 1.0 / (head_dim as f64).sqrt(),
             causal: true,
             window: None,
+            documents: false,
             dropout: None,
         };
         let mixed = attn.attention(&q, &k, &v, &spec, self.attention_dropout)?;

@@ -183,6 +183,7 @@ impl T5 {
             scale: 1.0,
             causal,
             window: None,
+            documents: false,
             dropout: None,
         };
         let mixed = attn.attention_with([&q, &k, &v], terms, &spec, self.dropout)?;

@@ -68,6 +68,7 @@ impl Op {
             | Self::SumAllGrad
             | Self::Positions { .. }
             | Self::SeenPositions { .. }
+            | Self::DocumentPositions { .. }
             | Self::RelativeBuckets(_)
             | Self::Embedding { .. }
             | Self::Rope(_)

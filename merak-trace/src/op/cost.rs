@@ -85,6 +85,7 @@ impl Shapes<'_> {
         match &self.node.op {
             Op::Positions { .. }
             | Op::SeenPositions { .. }
+            | Op::DocumentPositions { .. }
             | Op::RelativeBuckets(_)
             | Op::Embedding { .. }
             | Op::Identity
@@ -230,6 +231,7 @@ mod tests {
             scale: 1.0,
             causal,
             window,
+            documents: false,
             dropout: None,
         };
         graph

@@ -10,6 +10,9 @@ pub enum ResultMemory {
     Own,
     /// In the memory of the first operand.
     View,
+    /// A backend may write them into the memory of the first operand where that has the type of the
+    /// result and nothing else needs it; otherwise in memory of their own.
+    Operand,
     /// Sums: a kernel can add them straight to their accumulator; otherwise in memory of their own.
     Sum,
 }
@@ -70,9 +73,11 @@ impl Op {
     )]
     fn facts(&self) -> Facts<'_> {
         let (own, view, sum) = (ResultMemory::Own, ResultMemory::View, ResultMemory::Sum);
+        let operand = ResultMemory::Operand;
         match self {
             Self::Positions { .. } => ("positions", Class::Source, own),
             Self::SeenPositions { .. } => ("seen_positions", Class::Source, own),
+            Self::DocumentPositions { .. } => ("document_positions", Class::Source, own),
             Self::RelativeBuckets(_) => ("relative_buckets", Class::Source, own),
             Self::Zeros { .. } => ("zeros", Class::Source, own),
 
@@ -105,12 +110,12 @@ impl Op {
             Self::Dropout(_) => ("dropout", Class::Dropout, own),
 
             Self::CrossEntropy { .. } => ("cross_entropy", Class::Loss(None), own),
-            Self::CrossEntropyGrad { .. } => ("cross_entropy_grad", Class::Gradient, own),
+            Self::CrossEntropyGrad { .. } => ("cross_entropy_grad", Class::Gradient, operand),
             Self::VocabMax { .. } => ("vocab_max", Class::Constant, own),
             Self::VocabSums { .. } => ("vocab_sums", Class::Constant, own),
             Self::VocabLoss { slice, .. } => ("vocab_loss", Class::Loss(Some(*slice)), own),
 
-            Self::Add => ("add", Class::Add, own),
+            Self::Add => ("add", Class::Add, operand),
             Self::Mul => ("mul", Class::Mul, own),
             Self::Scale { .. } => ("scale", Class::Form, own),
             Self::SumLeading { .. } => ("sum_leading", Class::Function, sum),
@@ -129,7 +134,7 @@ impl Op {
                     Reduction::Sum => "all_reduce",
                     Reduction::Max => "all_reduce_max",
                 };
-                (name, region(*axis, RegionKind::AllReduce(*op)), own)
+                (name, region(*axis, RegionKind::AllReduce(*op)), operand)
             }
             Self::AllGather { axis, shard, grad } => {
                 let kind = RegionKind::AllGather { shard, grad: *grad };
@@ -225,6 +230,7 @@ impl Op {
             }
             Self::Positions { .. }
             | Self::SeenPositions { .. }
+            | Self::DocumentPositions { .. }
             | Self::RelativeBuckets(_)
             | Self::Linear { .. }
             | Self::LinearGradInput { .. }

@@ -147,6 +147,10 @@ pub struct Attention {
     pub causal: bool,
     /// With a sliding window, how many keys a query sees, its own included.
     pub window: Option<usize>,
+    /// Whether a query sees only keys of its own document: `seen` has an id for each position, and
+    /// a run of equal ids is a document. An id of 0 hides nothing then.
+    #[serde(default)]
+    pub documents: bool,
     /// Dropout of the probabilities; `slice` refers to the heads (dimension 1 of `[B, H, S, S]`).
     pub dropout: Option<DropoutSpec>,
 }
@@ -154,8 +158,8 @@ pub struct Attention {
 /// Positions of an attention's optional operands, where present.
 ///
 /// The required operands may be followed by `seen [B, Sk] i64` (0 hides a key from all queries of
-/// its sample), then by a pair of `table [R, heads]` and `index [Sq, Sk] i64`: the score of (head,
-/// query, key) gets `table[index[query, key], head]` added.
+/// its sample; or the ids of documents), then by a pair of `table [R, heads]` and `index [Sq, Sk]
+/// i64`: the score of (head, query, key) gets `table[index[query, key], head]` added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionOptions {
     /// Position of `seen`.

@@ -1,7 +1,11 @@
 //! Bytes of values that are alive while a program runs.
 
 use super::StageProgram;
-use crate::{Graph, Node, NodeId, Source, ValueId, autodiff::Phase, op::ResultMemory};
+use crate::{
+    Graph, Node, NodeId, Source, ValueId,
+    autodiff::Phase,
+    op::{Class, ResultMemory},
+};
 use std::collections::BTreeMap;
 
 /// Bytes of the values of one microbatch, without scratch memory of kernels, parameters and
@@ -40,7 +44,8 @@ impl StageProgram {
     /// Lower bound for any backend that keeps a value until its last read. The program is walked as
     /// the interpreter does, with sizes in place of values.
     ///
-    /// An operation may overwrite an operand after its last read, and a view takes no memory.
+    /// Operations overwrite operands after their last read where [`ResultMemory`] allows it, and a
+    /// view takes no memory.
     ///
     /// ```
     /// use merak_trace::{RecomputePlan, StageCuts, StageProgram, models::{self, TraceOptions}};
@@ -126,7 +131,7 @@ struct Length {
 #[derive(Clone)]
 struct Walk<'a> {
     graph: &'a Graph,
-    /// Whether a result may take the memory of an operand that ends.
+    /// Whether results take the memory of an operand that ends, where the operation allows it.
     overwrites: bool,
     /// Remaining reads of each value.
     remaining: Vec<u32>,
@@ -245,27 +250,43 @@ impl<'a> Walk<'a> {
 
     fn step(&mut self, node: NodeId) {
         let node = self.graph.node(node);
-        let operands = |walk: &mut Self| node.inputs.iter().for_each(|&value| walk.take(value));
-        let results = |walk: &mut Self| node.outputs.iter().for_each(|&value| walk.give(value));
-        if node.op.result_memory() == ResultMemory::View {
+        let memory = node.op.result_memory();
+        if memory == ResultMemory::View {
             self.storage[node.outputs[0].index()] = self.storage[node.inputs[0].index()];
-            results(self);
-            operands(self);
-        } else if self.overwrites {
-            operands(self);
-            results(self);
-        } else {
-            results(self);
-            // Unread results live for a moment.
-            self.peak = self.peak.max(self.now.saturating_add(self.dropped(node)));
-            operands(self);
         }
+        let overwritten = usize::from(memory == ResultMemory::Operand && self.may_overwrite(node));
+        let (first, others) = node.inputs.split_at(overwritten);
+        for &value in first {
+            self.take(value);
+        }
+        for &value in &node.outputs {
+            self.give(value);
+        }
+        // Unread results live for a moment.
+        self.peak = self.peak.max(self.now.saturating_add(self.dropped(node)));
+        for &value in others {
+            self.take(value);
+        }
+    }
+
+    /// Whether the first operand has the type of the result, and of what is added to it.
+    fn may_overwrite(&self, node: &Node) -> bool {
+        let result = self.graph.ty(node.outputs[0]);
+        let is_like = |&value: &ValueId| self.graph.ty(value) == result;
+        self.overwrites
+            && match node.op.class() {
+                Class::Add => node.inputs.iter().all(is_like),
+                _ => is_like(&node.inputs[0]),
+            }
     }
 
     /// Bytes of results that no node reads, except gradients that kernels add straight to their
     /// sums.
     fn dropped(&self, node: &Node) -> usize {
-        if node.op.result_memory() == ResultMemory::Sum {
+        if matches!(
+            node.op.result_memory(),
+            ResultMemory::Sum | ResultMemory::View
+        ) {
             return 0;
         }
         let results = node.outputs.iter();

@@ -449,6 +449,7 @@ fn odd_sizes_agree_for_attention_and_lookups() {
             scale: 0.4,
             causal,
             window,
+            documents: false,
             dropout,
         };
         let kv = t(&[2, len, kv_heads * head_dim]);
@@ -507,6 +508,7 @@ fn odd_sizes_agree_for_attention_with_hidden_keys_and_biases() {
             scale: 0.4,
             causal,
             window: None,
+            documents: false,
             dropout: None,
         };
         let buckets = RelativeBuckets {
@@ -535,6 +537,63 @@ fn odd_sizes_agree_for_attention_with_hidden_keys_and_biases() {
                     bias: x.get(3).map(|table| [table, &index]),
                 };
                 let mixed = module.attention_with([&x[0], &x[1], &x[2]], terms, &spec, p)?;
+                Ok(vec![mixed])
+            },
+        });
+    }
+}
+
+#[test]
+fn documents_agree_with_windows_biases_and_dropout() {
+    let len = 70_u32;
+    // Runs of equal ids are documents, though an id comes again.
+    let ids: Vec<_> = (0..2 * i64::from(len)).map(|i| (i * i / 500) % 3).collect();
+    let len = len as usize;
+    for (causal, window, p, biased) in [
+        (true, None, 0.0, false),
+        (true, Some(6), 0.0, false),
+        (false, None, 0.0, true),
+        (true, None, 0.25, false),
+    ] {
+        let spec = Attention {
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 5,
+            scale: 0.4,
+            causal,
+            window,
+            documents: true,
+            dropout: None,
+        };
+        let buckets = RelativeBuckets {
+            q_len: len,
+            k_len: len,
+            buckets: 9,
+            max_distance: 20,
+            bidirectional: !causal,
+        };
+        let kv = t(&[2, len, 10]);
+        let mut operands = vec![t(&[2, len, 20]), kv.clone(), kv];
+        operands.extend(biased.then(|| t(&[9, 4])));
+        agree(&Case {
+            name: "attention within documents",
+            operands: &operands,
+            ids: &[("ids", TensorType::new([2, len], DType::I64), &ids)],
+            build: &|module, x, ids| {
+                let index = module.relative_buckets(buckets)?;
+                let terms = AttentionTerms {
+                    seen: ids.first(),
+                    bias: x.get(3).map(|table| [table, &index]),
+                };
+                let rope = Rope {
+                    head_dim: 5,
+                    inv_freq: vec![1.0, 0.2],
+                    scale: 1.0,
+                    inverse: false,
+                };
+                let positions = module.apply(Op::DocumentPositions { first: 0 }, &[&ids[0]])?;
+                let q = module.rope(&x[0], &positions[0], rope)?;
+                let mixed = module.attention_with([&q, &x[1], &x[2]], terms, &spec, p)?;
                 Ok(vec![mixed])
             },
         });
@@ -601,6 +660,7 @@ fn what_is_no_number_spreads_alike_in_attention_and_losses() {
             scale: 0.4,
             causal: false,
             window: None,
+            documents: false,
             dropout: None,
         };
         let qkv = [t(&[2, 3, 9]), t(&[2, 3, 9]), t(&[2, 3, 9])];

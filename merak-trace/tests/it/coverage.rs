@@ -111,6 +111,19 @@ impl Cases {
             };
             Ok(vec![one(module, op, &[&positions, &x[0]])?])
         });
+        let ids = [(
+            "ids",
+            TensorType::new([2, 3], DType::I64),
+            &[5, 5, 0, 0, 0, 0][..],
+        )];
+        self.run("documents", &[t(&[4, 3])], &ids, &|module, x, ids| {
+            let positions = one(module, Op::DocumentPositions { first: 1 }, &[&ids[0]])?;
+            let op = Op::Embedding {
+                padding: None,
+                slice: None,
+            };
+            Ok(vec![one(module, op, &[&positions, &x[0]])?])
+        });
         let positions = [("at", TensorType::new([3], DType::I64), &[4, 0, 1][..])];
         self.run("rope", &[t(&[2, 3, 8])], &positions, &|module, x, ids| {
             let rope = Rope {
@@ -131,6 +144,7 @@ impl Cases {
             scale: 0.7,
             causal: false,
             window: None,
+            documents: false,
             dropout: None,
         };
         let buckets = RelativeBuckets {

@@ -349,6 +349,7 @@ fn attention() {
             scale: 0.7,
             causal,
             window,
+            documents: false,
             dropout,
         };
         let operands = [
@@ -375,6 +376,7 @@ fn attention_with_hidden_keys_and_a_table_of_relative_positions() {
             scale: 0.7,
             causal,
             window: None,
+            documents: false,
             dropout: None,
         };
         let buckets = RelativeBuckets {

@@ -19,6 +19,7 @@ mod configs;
 mod conformance;
 mod coverage;
 mod decoding;
+mod documents;
 mod families;
 mod gradients;
 mod nonfinite;

@@ -155,6 +155,7 @@ impl Shape {
             scale: 0.7,
             causal: self.causal,
             window: self.window,
+            documents: false,
             dropout: None,
         };
         let mask: Vec<_> = (0..self.batch * self.k_len)
@@ -242,6 +243,7 @@ fn check_biased(q_len: usize, k_len: usize, causal: bool, p: f64) {
         scale: 0.7,
         causal,
         window: None,
+        documents: false,
         dropout: None,
     };
     let buckets = RelativeBuckets {
@@ -292,6 +294,7 @@ fn attentions_with_dropout_of_any_shape() {
             scale: 0.7,
             causal: true,
             window: None,
+            documents: false,
             dropout: Some(DropoutSpec {
                 p,
                 key: 5,

@@ -8,7 +8,7 @@ use self::formula::{BATCH, SEQ, Samples, TARGET, weight};
 use crate::support::{backends, dtypes, floats, grad_store, interpreter, numbers, value, write};
 use merak_trace::{
     Batch, DType, Graph, ParamStore, RunContext, SharedBackend,
-    models::{self, Head, Model, Objective, TraceOptions},
+    models::{self, Head, Model, Objective, TraceOptions, Visible},
 };
 use serde_json::Value as Json;
 use std::{fs, path::Path};
@@ -52,7 +52,10 @@ fn options(model: &dyn Model) -> TraceOptions {
     };
     TraceOptions {
         target_seq: Some(TARGET),
-        attention_mask: model.objective() == Objective::CausalLm,
+        visible: match model.objective() {
+            Objective::CausalLm => Visible::Unpadded,
+            _ => Visible::All,
+        },
         ..TraceOptions::training(BATCH, seq)
     }
 }

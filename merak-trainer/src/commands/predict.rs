@@ -5,6 +5,7 @@ use clap::{Args as ClapArgs, ValueEnum};
 use merak_ckpt::words::file;
 use merak_trainer::{
     Error, Given, MerakTrainer, PredictionKind, PredictionOutput, Result,
+    data::Dataset,
     metrics::{EvaluationProgress, Screen},
 };
 use serde_json::{Value, json};
@@ -145,7 +146,8 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
         return Ok(ExitCode::SUCCESS);
     }
     let (output, kind) = predicted;
-    write(&path, &output, kind)?;
+    let data = prepared.parts().eval_data;
+    write(&path, &output, kind, data.as_deref())?;
     output::print(format!(
         "wrote     {} of {} samples to {}\n",
         name_of(kind),
@@ -166,12 +168,21 @@ fn name_of(kind: PredictionKind) -> &'static str {
 }
 
 /// Writes predictions as JSON lines.
-pub(super) fn write(path: &Path, output: &PredictionOutput, kind: PredictionKind) -> Result<()> {
+pub(super) fn write(
+    path: &Path,
+    output: &PredictionOutput,
+    kind: PredictionKind,
+    data: Option<&dyn Dataset>,
+) -> Result<()> {
     let written = File::create(path).and_then(|file| {
         let mut file = BufWriter::new(file);
         let samples = output.predictions.iter().zip(&output.label_ids);
         for (sample, (values, labels)) in samples.enumerate() {
-            writeln!(file, "{}", line(sample, values, labels, kind))?;
+            let mut line = line(sample, values, labels, kind);
+            if let Some(name) = data.and_then(|data| data.name(sample)) {
+                line["file"] = name.into();
+            }
+            writeln!(file, "{line}")?;
         }
         file.flush()
     });

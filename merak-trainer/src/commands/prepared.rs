@@ -231,12 +231,16 @@ impl Prepared {
     fn new(config: &Config, purpose: Purpose, world: &World) -> Result<Self> {
         let checked = config.check()?;
         let mut model = Loaded::of(&checked)?;
-        let args = with_tokenizer(model.complete(checked)?)?;
+        let mut args = with_tokenizer(model.complete(checked)?)?;
+        if purpose == Purpose::Predict {
+            args = unpacked(args)?;
+        }
         check_unused(config, &*model.model)?;
         let crates = environment::crate_sources(config.file());
         let source = Source::load(&args.data, &*model.model, &crates)?;
-        if model.model.objective() == Objective::CausalLm && source.pads_before_tokens()? {
-            model.model = models::with_attention_mask(model.model);
+        if model.model.objective() == Objective::CausalLm {
+            let visible = source.visible(&args.data)?;
+            model.model = models::with_visible(model.model, visible);
         }
         let lengths = source.lengths(&args, &*model.model)?;
         let args = world.place(with_lengths(args, lengths)?);
@@ -575,27 +579,46 @@ fn prepared_alike(prepared: Result<Prepared>, config: &Config, world: &World) ->
     Ok(prepared)
 }
 
-/// Keys about the tokens of a text that are hidden or left out, and the models that use them.
-const OF_HIDDEN_TOKENS: [(&str, &[Objective]); 4] = {
-    use Objective::{MaskedLm, SequenceToSequence};
+/// What the data are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Given {
+    /// Text, or tokens.
+    Tokens,
+    /// Tensors by name.
+    Tensors,
+}
+
+/// Keys about data, what data they are about, and the models that use them.
+const OF_DATA: [(&str, Given, &[Objective]); 6] = {
+    use Given::{Tensors, Tokens};
+    use Objective::{CausalLm, MaskedLm, SequenceToSequence};
     [
-        ("data.mlm_probability", &[MaskedLm, SequenceToSequence]),
-        ("data.mask_replace_prob", &[MaskedLm]),
-        ("data.random_replace_prob", &[MaskedLm]),
-        ("data.mean_noise_span_length", &[SequenceToSequence]),
+        ("shift_labels", Tensors, &[CausalLm]),
+        ("data.packing", Tokens, &[CausalLm]),
+        (
+            "data.mlm_probability",
+            Tokens,
+            &[MaskedLm, SequenceToSequence],
+        ),
+        ("data.mask_replace_prob", Tokens, &[MaskedLm]),
+        ("data.random_replace_prob", Tokens, &[MaskedLm]),
+        ("data.mean_noise_span_length", Tokens, &[SequenceToSequence]),
     ]
 };
 
 /// Refuses values that would be ignored.
 fn check_unused(config: &Config, model: &dyn Model) -> Result<()> {
     let values = config.to_json();
-    let has_tokens = config.arguments().data.format != DataFormat::Tensors;
-    for (name, users) in OF_HIDDEN_TOKENS {
+    let found = match config.arguments().data.format {
+        DataFormat::Tensors => Given::Tensors,
+        _ => Given::Tokens,
+    };
+    for (name, given, users) in OF_DATA {
         let Some(key) = keys().find(|key| key.name == name) else {
             continue;
         };
         let (value, default) = (&values[name]["value"], (key.default)());
-        let is_used = has_tokens && users.contains(&model.objective());
+        let is_used = found == given && users.contains(&model.objective());
         if !is_used && *value != default {
             let (family, objective) = (model.info().family, model.objective());
             return Err(Error::Config(ConfigError::IllegalValue {
@@ -636,6 +659,13 @@ fn with_tokenizer(args: CheckedArguments) -> Result<CheckedArguments> {
     };
     let mut args = args.into_arguments();
     args.data.tokenizer = TokenizerSource::File(file);
+    args.check()
+}
+
+/// The arguments with a chat for each sample, so that its line of predictions is its own.
+fn unpacked(args: CheckedArguments) -> Result<CheckedArguments> {
+    let mut args = args.into_arguments();
+    args.data.packing = false;
     args.check()
 }
 

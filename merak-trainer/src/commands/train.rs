@@ -358,7 +358,7 @@ impl Run<'_> {
         let output = trainer.predict(&*data)?;
         if trainer.mpu().is_rank_0() {
             let path = self.args.run_folder()?.join(PREDICTIONS);
-            super::predict::write(&path, &output, kind)?;
+            super::predict::write(&path, &output, kind, Some(&*data))?;
         }
         Ok(())
     }

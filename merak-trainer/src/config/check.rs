@@ -509,14 +509,19 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 
 fn check_format(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let data = &a.data;
-    if data.format == DataFormat::Parquet && !cfg!(feature = "parquet") {
+    let missing = match data.format {
+        DataFormat::Parquet if !cfg!(feature = "parquet") => Some(("parquet", "jsonl")),
+        DataFormat::Images if !cfg!(feature = "images") => Some(("images", "tensors")),
+        _ => None,
+    };
+    if let Some((feature, instead)) = missing {
         let key = "data.format";
         return Err(Error::Config(ConfigError::NotBuilt {
             key,
             found: format!("\"{}\"", data.format),
             place: (checker.place)(key),
-            feature: "parquet",
-            instead: "jsonl",
+            feature,
+            instead,
         }));
     }
     let is_text = data.format == DataFormat::Text;
@@ -537,10 +542,13 @@ fn check_format(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     )?;
     let trains = matches!(data.tokenizer, TokenizerSource::TrainBpe(_));
     checker.require(
-        data.format != DataFormat::Tensors || !trains,
+        !matches!(data.format, DataFormat::Tensors | DataFormat::Images) || !trains,
         "data.tokenizer",
         data.tokenizer.to_value(),
-        "\"bytes\" or a file under \"data.format\" tensors, whose files hold no text to train on",
+        format_args!(
+            "\"bytes\" or a file under \"data.format\" {}, whose files hold no text to train on",
+            data.format
+        ),
     )
 }
 

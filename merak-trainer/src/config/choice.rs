@@ -151,8 +151,11 @@ choices! {
         Tensors = "tensors",
         /// Token files, as `merak tokenize` writes them.
         Tokens = "tokens",
+        /// Folders of PNG and JPEG files, one folder for each class, in builds with the feature
+        /// `images`.
+        Images = "images",
     }
-    later ["images"]
+    later []
 }
 
 choices! {
@@ -180,7 +183,7 @@ impl DataFormat {
 
     /// Whether the files hold text, which a tokenizer turns into tokens.
     pub fn is_text(self) -> bool {
-        !matches!(self, Self::Tensors | Self::Tokens)
+        !matches!(self, Self::Tensors | Self::Tokens | Self::Images)
     }
 }
 

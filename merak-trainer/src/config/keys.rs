@@ -245,6 +245,9 @@ settings! {
         gradient_accumulation_steps: usize [at_least 1] = 1,
         /// Prefetch threads for samples; 0: samples are read when they are needed.
         dataloader_num_workers: usize [at_least 0, at_most MAX_WORKERS] = 0,
+        /// Whether a rank asks the data for the tensors that its stages read alone, where they need
+        /// not be read in whole samples (`data.format` tensors or images).
+        split_inputs: bool = false,
         /// Whether evaluation drops its last partial batch.
         dataloader_drop_last: bool = false,
         /// Passes over the training data, or a fraction of one; more than 0 unless `max_steps` is.
@@ -319,6 +322,9 @@ settings! {
         warmup_steps: usize = 0,
         /// Warmup as a share of all steps.
         warmup_ratio: f64 [at_least 0, at_most 1] = 0.0,
+        /// Whether the `labels` of the data stand at their own tokens, as Hugging Face has them,
+        /// and move to the tokens that predict them; else they stand there already.
+        shift_labels: bool = false,
         /// Share of the target spread over all tokens in the training loss; evaluation reports the
         /// loss without it.
         label_smoothing_factor: f64 [at_least 0, less_than 1] = 0.0,
@@ -431,6 +437,9 @@ settings! {
         /// File with the Jinja template of chats; unset: the one beside the tokenizer,
         /// `chat_template.jinja` or in `tokenizer_config.json`.
         chat_template: Option<InputPath> = None,
+        /// Whether a sequence holds several documents that do not see each other: those of a stream
+        /// of tokens, or as many chats as fit. Positions count from the start of each.
+        packing: bool = false,
         /// Share of the tokens or samples, at the end of each part, that validation takes where
         /// `validation_path` is unset.
         validation_fraction: f64 [at_least 0, less_than 1] = VALIDATION_FRACTION,

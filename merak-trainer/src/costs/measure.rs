@@ -3,7 +3,7 @@
 use super::{Profile, profile::of_node, timed::Timed};
 use crate::{
     config::CheckedArguments,
-    data::integer_limit,
+    data::{DOCUMENT_IDS, integer_limit},
     error::{Error, Result},
     machine::num_cores,
     network::Network,
@@ -415,7 +415,12 @@ fn batch(graph: &Graph) -> BTreeMap<String, Bytes> {
     let inputs = graph.inputs().iter();
     let input = inputs.map(|port| {
         let ty = graph.ty(port.value).clone();
-        let bytes = pattern(&ty, integer_limit(graph, &port.name, port.value));
+        let limit = match &*port.name {
+            // Documents as long as their sequences take most time.
+            DOCUMENT_IDS => Some(1),
+            name => integer_limit(graph, name, port.value),
+        };
+        let bytes = pattern(&ty, limit);
         (port.name.clone(), (ty, bytes))
     });
     input.collect()

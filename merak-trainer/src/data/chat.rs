@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 
 use super::{
     dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
+    packed::{DOCUMENT_IDS, sequences},
     records::Record,
     tokenizer::Tokenizer,
     translation::filled,
@@ -37,8 +38,10 @@ pub struct AnsweredTokens {
 ///
 /// # Shapes
 ///
-/// `input_ids: [S]`, the first tokens of a chat; `labels: [S]`, the token after each where it is
-/// part of an answer, and [`IGNORED_LABEL`] elsewhere.
+/// `input_ids: [S]`, the first tokens of a chat, or those of several; `labels: [S]`, the token
+/// after each where it is part of an answer, and [`IGNORED_LABEL`] elsewhere. Where several chats
+/// make a sample, `document_ids: [S]`: the number of each token's chat, from 1 on, and 0 for
+/// padding.
 ///
 /// # Examples
 ///
@@ -46,9 +49,13 @@ pub struct AnsweredTokens {
 /// use merak_trainer::data::{AnsweredTokens, ChatDataset, Dataset};
 ///
 /// let chat = AnsweredTokens { ids: vec![7, 8, 9], is_answer: vec![false, true, true] };
-/// let data = ChatDataset::new(vec![chat], 4, 0);
+/// let data = ChatDataset::new(vec![chat.clone()], 4, 0);
 /// assert_eq!(data.get(0)?["input_ids"].ints(), [7, 8, 0, 0]);
 /// assert_eq!(data.get(0)?["labels"].ints(), [8, 9, -100, -100]);
+///
+/// let data = ChatDataset::packed(vec![chat.clone(), chat], 5, 0);
+/// assert_eq!(data.get(0)?["input_ids"].ints(), [7, 8, 7, 8, 0]);
+/// assert_eq!(data.get(0)?["document_ids"].ints(), [1, 1, 2, 2, 0]);
 /// # Ok::<(), merak_trainer::Error>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -56,6 +63,8 @@ pub struct ChatDataset {
     chats: Vec<AnsweredTokens>,
     seq_length: usize,
     pad: u32,
+    /// The chats of each sample, where there may be several.
+    packed: Option<Vec<Vec<usize>>>,
 }
 
 impl ChatDataset {
@@ -65,33 +74,63 @@ impl ChatDataset {
             chats,
             seq_length,
             pad,
+            packed: None,
         }
+    }
+
+    /// As many chats side by side as fit into each sample. The model must be told
+    /// ([`models::with_visible`](merak_trace::models::with_visible)), so that none sees another.
+    pub fn packed(chats: Vec<AnsweredTokens>, seq_length: usize, pad: u32) -> Self {
+        let lengths: Vec<_> = chats.iter().map(AnsweredTokens::inputs).collect();
+        Self {
+            packed: Some(sequences(&lengths, seq_length)),
+            ..Self::new(chats, seq_length, pad)
+        }
+    }
+
+    /// The chats of a sample.
+    fn chats_of(&self, index: usize) -> impl Iterator<Item = &AnsweredTokens> {
+        let own = match &self.packed {
+            Some(packed) => packed[index].clone(),
+            None => vec![index],
+        };
+        own.into_iter().map(|chat| &self.chats[chat])
     }
 }
 
 impl Dataset for ChatDataset {
     fn len(&self) -> usize {
-        self.chats.len()
+        self.packed.as_ref().map_or(self.chats.len(), Vec::len)
     }
 
     fn get(&self, index: usize) -> Result<Sample> {
-        let (chat, seq) = (&self.chats[index], self.seq_length);
-        let shown = chat.ids.len().saturating_sub(1).min(seq);
-        let input = filled(&chat.ids[..shown], seq, self.pad.into());
-        let next = chat.ids.iter().zip(&chat.is_answer).skip(1).take(seq);
-        let label = |(&id, &is_answer): (&u32, &bool)| {
-            if is_answer {
-                i64::from(id)
-            } else {
-                IGNORED_LABEL
-            }
-        };
-        let mut labels: Vec<_> = next.map(label).collect();
+        let seq = self.seq_length;
+        let (mut input, mut labels, mut documents) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, chat) in (1..).zip(self.chats_of(index)) {
+            let shown = chat.inputs().min(seq);
+            input.extend_from_slice(&chat.ids[..shown]);
+            let next = chat.ids.iter().zip(&chat.is_answer).skip(1).take(shown);
+            labels.extend(next.map(|(&id, &is_answer)| {
+                if is_answer {
+                    i64::from(id)
+                } else {
+                    IGNORED_LABEL
+                }
+            }));
+            documents.resize(input.len(), number);
+        }
         labels.resize(seq, IGNORED_LABEL);
-        Ok(Sample::from([
+        let input = filled(&input, seq, self.pad.into());
+        let mut sample = Sample::from([
             ("input_ids".to_owned(), SampleTensor::vector(input)),
             (LABELS.to_owned(), SampleTensor::vector(labels)),
-        ]))
+        ]);
+        if self.packed.is_some() {
+            documents.resize(seq, 0);
+            let documents = SampleTensor::vector(documents);
+            sample.insert(DOCUMENT_IDS.to_owned(), documents);
+        }
+        Ok(sample)
     }
 }
 
@@ -164,6 +203,11 @@ impl ChatMaker<'_> {
 }
 
 impl AnsweredTokens {
+    /// Tokens that the model reads: the last one is a target alone.
+    pub(super) fn inputs(&self) -> usize {
+        self.ids.len().saturating_sub(1)
+    }
+
     /// Tokens that lie at least partly in an answer are part of it.
     fn of(pieces: &[(u32, Range<usize>)], answers: &[Range<usize>]) -> Self {
         let is_answer = |piece: &Range<usize>| {

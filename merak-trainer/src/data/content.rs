@@ -1,15 +1,17 @@
 //! What one part of the data holds.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
-use merak_trace::models::Objective;
+use merak_trace::models::{Objective, Visible};
 
 use super::{
     chat::{self, ChatTemplate},
     corpus::{self, Corpus},
     dataset::{Dataset, Subset},
+    images::{ImageDataset, ImageFiles},
     input::Input,
     inputs::ATTENTION_MASK,
+    packed::DOCUMENT_IDS,
     records::{self, Records},
     samples::{Maker, PAIR_BYTES, TEXT_BYTES},
     source::{Datasets, Reader, count},
@@ -22,7 +24,7 @@ use super::{
 };
 use crate::{
     config::DataFormat,
-    error::{ConfigError, Error, Result},
+    error::{ConfigError, DataError, Error, Result},
     machine::available_bytes,
 };
 
@@ -41,6 +43,7 @@ enum Kind {
     Records(Records, Tokenizer),
     Chats(Records, Tokenizer, Option<Box<ChatTemplate>>),
     Tensors(TensorFiles),
+    Images(ImageFiles),
 }
 
 impl Reader<'_> {
@@ -60,6 +63,7 @@ impl Reader<'_> {
             DataFormat::Text => self.read_text(Some(input), fraction),
             DataFormat::Tensors => read_tensors(input, fraction),
             DataFormat::Tokens => self.read_tokens(input, fraction),
+            DataFormat::Images => list_images(input, fraction),
             DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv | DataFormat::Parquet => {
                 self.read_records(input, fraction)
             }
@@ -140,6 +144,17 @@ fn read_tensors(input: Input<'_>, fraction: f64) -> Result<Content> {
     })
 }
 
+fn list_images(input: Input<'_>, fraction: f64) -> Result<Content> {
+    let files = ImageFiles::list(input)?;
+    let number = count(files.len(), "image");
+    let classes = count(files.classes().len(), "folder");
+    Ok(Content {
+        description: format!("{}: {number} in {classes}", input.describe()),
+        kind: Kind::Images(files),
+        validation_fraction: fraction,
+    })
+}
+
 impl Content {
     fn of_stream(corpus: Corpus, validation_fraction: f64) -> Self {
         Self {
@@ -151,6 +166,14 @@ impl Content {
 
     pub(super) fn description(&self) -> &str {
         &self.description
+    }
+
+    /// The folders that name classes.
+    pub(super) fn classes(&self) -> BTreeSet<String> {
+        match &self.kind {
+            Kind::Images(files) => files.classes(),
+            _ => BTreeSet::new(),
+        }
     }
 
     /// Whether samples are cut from a stream of tokens.
@@ -166,12 +189,20 @@ impl Content {
         }
     }
 
-    /// Whether padding stands before tokens.
-    pub(super) fn pads_before_tokens(&self) -> Result<bool> {
-        match &self.kind {
-            Kind::Tensors(files) => files.hides_first(ATTENTION_MASK),
-            _ => Ok(false),
-        }
+    /// The earlier tokens that a token sees: padding may stand before them, or other documents.
+    pub(super) fn visible(&self) -> Result<Visible> {
+        Ok(match &self.kind {
+            Kind::Tensors(files) => {
+                let has_documents = files.shape(DOCUMENT_IDS).is_some();
+                match (has_documents, files.hides_first(ATTENTION_MASK)?) {
+                    (true, true) => return Err(Error::Data(DataError::HiddenDocuments)),
+                    (true, false) => Visible::Document,
+                    (false, true) => Visible::Unpadded,
+                    (false, false) => Visible::All,
+                }
+            }
+            _ => Visible::All,
+        })
     }
 
     /// Makes samples to train on and to validate on where they are wanted, the latter also where
@@ -181,7 +212,11 @@ impl Content {
         maker: &Maker<'_>,
         [trains, validates]: [bool; 2],
     ) -> Result<(Datasets, Option<Corpus>)> {
-        let (whole, held_bytes): (Arc<dyn Dataset>, _) = match self.kind {
+        let fraction = self.validation_fraction;
+        let split = |whole: Arc<dyn Dataset>| {
+            Subset::split(&whole, fraction).map(|part| Arc::new(part) as Arc<dyn Dataset>)
+        };
+        let ([train, validation], held_bytes) = match self.kind {
             Kind::Stream(corpus) => {
                 let make =
                     |tokens: &_, part| maker.stream(Clone::clone(tokens), part, &corpus.tokenizer);
@@ -199,22 +234,30 @@ impl Content {
                 };
                 return Ok((datasets, Some(corpus)));
             }
-            Kind::Records(records, tokenizer) => maker.records(&records, &tokenizer)?,
+            Kind::Records(records, tokenizer) => {
+                let (whole, held_bytes) = maker.records(&records, &tokenizer)?;
+                (split(whole), held_bytes)
+            }
             Kind::Chats(records, tokenizer, template) => {
-                maker.chats(&records, &tokenizer, template.as_deref())?
+                maker.chats(&records, &tokenizer, template.as_deref(), fraction)?
             }
             Kind::Tensors(files) => {
                 let tokens = maker.tokens;
-                let data =
-                    TensorDataset::new(files, maker.model, tokens.decoder_start, tokens.pad)?;
-                (Arc::new(data), 0)
+                let ends = (tokens.decoder_start, tokens.pad);
+                let shifts = maker.args.shift_labels;
+                let data = TensorDataset::new(files, maker.model, ends, shifts)?;
+                (split(Arc::new(data)), 0)
+            }
+            Kind::Images(files) => {
+                let (found, label2id) = (&maker.classes, &maker.tokens.label2id);
+                let data = ImageDataset::new(&files, found, maker.model, label2id)?;
+                (split(Arc::new(data)), 0)
             }
         };
-        let [train, validation] = Subset::split(&whole, self.validation_fraction);
         let validates = validates || !validation.is_empty();
         let datasets = Datasets {
-            train: trains.then(|| Arc::new(train) as Arc<dyn Dataset>),
-            validation: validates.then(|| Arc::new(validation) as Arc<dyn Dataset>),
+            train: trains.then_some(train),
+            validation: validates.then_some(validation),
             held_bytes,
         };
         Ok((datasets, None))

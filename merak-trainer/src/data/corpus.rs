@@ -3,6 +3,7 @@
 use super::{
     bigram::bigram_loss,
     crates::CrateSources,
+    dataset::held_out,
     input::Input,
     store::Tokens,
     text::{self, Documents, Need, Reading},
@@ -90,7 +91,7 @@ impl Corpus {
         validation_fraction: f64,
         description: String,
     ) -> Self {
-        let held_out = (tokens.len() as f64 * validation_fraction) as usize;
+        let held_out = held_out(tokens.len(), validation_fraction);
         let [train, validation] = tokens.split_at(tokens.len() - held_out);
         Self {
             tokenizer,

@@ -1,11 +1,16 @@
 //! Data sets and the batches that are made of them.
 
-use std::{borrow::Cow, collections::BTreeMap, sync::Arc};
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    sync::Arc,
+};
 
 use half::{bf16, f16};
 use merak_mpu::DType;
 
-use super::order::Microbatch;
+use super::{order::Microbatch, packed::DOCUMENT_IDS};
 use crate::error::{DataError, Error, Result};
 
 /// The name of the tensor with the targets; padding is [`IGNORED_LABEL`] there.
@@ -140,9 +145,12 @@ fn fills(shape: &[usize], len: usize) -> bool {
 /// the samples.
 pub type Sample = BTreeMap<String, SampleTensor>;
 
+/// Names of tensors.
+pub type Names = BTreeSet<String>;
+
 /// Samples by index. Ranks that need the same sample call this with the same index and get the same
 /// tensors.
-pub trait Dataset: Send + Sync + std::fmt::Debug {
+pub trait Dataset: Send + Sync + fmt::Debug {
     /// Number of samples.
     fn len(&self) -> usize;
 
@@ -168,6 +176,28 @@ pub trait Dataset: Send + Sync + std::fmt::Debug {
         let _ = epoch;
         self.get(index)
     }
+
+    /// The file or the like that a sample is, for people.
+    fn name(&self, index: usize) -> Option<String> {
+        let _ = index;
+        None
+    }
+
+    /// Whether [`Dataset::get_tensors`] reads less than whole samples.
+    fn reads_tensors(&self) -> bool {
+        false
+    }
+
+    /// The tensors of these names, of those that the sample has, for data sets that need not read
+    /// whole samples (`split_inputs`); `None` for others.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Dataset::get`].
+    fn get_tensors(&self, index: usize, epoch: u64, names: &Names) -> Result<Option<Sample>> {
+        let _ = (index, epoch, names);
+        Ok(None)
+    }
 }
 
 /// Whether one of the first `samples` has a label that counts, or none of them has labels at all.
@@ -182,6 +212,11 @@ pub(crate) fn has_labels(dataset: &dyn Dataset, samples: usize) -> Result<bool> 
     Ok(samples == 0)
 }
 
+/// How many of `len` samples are the last `fraction` of them, rounded down.
+pub(super) fn held_out(len: usize, fraction: f64) -> usize {
+    (len as f64 * fraction) as usize
+}
+
 /// The samples of a data set from `first` on.
 #[derive(Debug, Clone)]
 pub struct Subset {
@@ -193,7 +228,7 @@ pub struct Subset {
 impl Subset {
     /// Splits off the last `fraction` of the samples, rounded down.
     pub fn split(data: &Arc<dyn Dataset>, fraction: f64) -> [Self; 2] {
-        let held_out = (data.len() as f64 * fraction) as usize;
+        let held_out = held_out(data.len(), fraction);
         let kept = data.len() - held_out;
         [(0, kept), (kept, held_out)].map(|(first, len)| Self {
             data: Arc::clone(data),
@@ -214,6 +249,18 @@ impl Dataset for Subset {
 
     fn get_in_epoch(&self, index: usize, epoch: u64) -> Result<Sample> {
         self.data.get_in_epoch(self.first + index, epoch)
+    }
+
+    fn name(&self, index: usize) -> Option<String> {
+        self.data.name(self.first + index)
+    }
+
+    fn reads_tensors(&self) -> bool {
+        self.data.reads_tensors()
+    }
+
+    fn get_tensors(&self, index: usize, epoch: u64, names: &Names) -> Result<Option<Sample>> {
+        self.data.get_tensors(self.first + index, epoch, names)
     }
 }
 
@@ -237,15 +284,18 @@ pub struct Batch {
 ///
 /// When a sample cannot be read, or its tensors differ in name or shape from those of the first.
 pub fn collate(dataset: &dyn Dataset, microbatch: Microbatch) -> Result<Batch> {
-    let samples: Vec<Sample> = microbatch
-        .indices
-        .iter()
-        .map(|index| dataset.get_in_epoch(*index, microbatch.epoch))
-        .collect::<Result<_>>()?;
+    let epoch = microbatch.epoch;
+    stacked(|index| dataset.get_in_epoch(index, epoch), microbatch)
+}
+
+/// As [`collate`], of the samples that `read` gives.
+fn stacked(read: impl Fn(usize) -> Result<Sample>, microbatch: Microbatch) -> Result<Batch> {
+    let indices = microbatch.indices.iter();
+    let samples: Vec<Sample> = indices.map(|&index| read(index)).collect::<Result<_>>()?;
     // An empty microbatch still needs the names and shapes.
     let pattern = match samples.first() {
         Some(first) => first.clone(),
-        None => dataset.get(0)?,
+        None => read(0)?,
     };
     let mut tensors = BTreeMap::new();
     for (name, like) in &pattern {
@@ -278,20 +328,89 @@ pub fn collate(dataset: &dyn Dataset, microbatch: Microbatch) -> Result<Batch> {
 pub type Collator =
     Arc<dyn Fn(&[Sample], usize) -> Result<BTreeMap<String, SampleTensor>> + Send + Sync>;
 
-/// As [`collate`], by a collator where there is one.
-///
-/// # Errors
-///
-/// As [`collate`], or those of the collator; [`DataError::UnlikeSamples`] for a tensor of other
-/// rows than the microbatch's.
-pub fn collate_with(
+/// How samples become batches.
+#[derive(Clone, Default)]
+pub struct Collation {
+    /// Makes microbatches of samples; unset: [`collate`].
+    pub collator: Option<Collator>,
+    /// Whether each label stands at its own token and moves to the token before it, which predicts
+    /// it.
+    pub shift_labels: bool,
+    /// The tensors that are needed of each sample, where data sets may leave out others.
+    pub names: Option<Arc<Names>>,
+}
+
+impl Collation {
+    /// A sample with the tensors that are needed, or all of them.
+    fn sample(&self, dataset: &dyn Dataset, index: usize, epoch: u64) -> Result<Sample> {
+        if let Some(names) = &self.names
+            && let Some(sample) = dataset.get_tensors(index, epoch, names)?
+        {
+            return Ok(sample);
+        }
+        dataset.get_in_epoch(index, epoch)
+    }
+
+    /// Reads the samples of a microbatch and makes its tensors.
+    ///
+    /// # Errors
+    ///
+    /// As [`collate`], or those of the collator; [`DataError::UnlikeSamples`] for a tensor of other
+    /// rows than the microbatch's.
+    pub fn batch(&self, dataset: &dyn Dataset, microbatch: Microbatch) -> Result<Batch> {
+        let epoch = microbatch.epoch;
+        let mut batch = if let Some(collator) = &self.collator {
+            collated_by(collator, dataset, microbatch)?
+        } else {
+            stacked(|index| self.sample(dataset, index, epoch), microbatch)?
+        };
+        if self.shift_labels {
+            batch.shift_labels();
+        }
+        Ok(batch)
+    }
+}
+
+impl fmt::Debug for Collation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Collation")
+            .field("shift_labels", &self.shift_labels)
+            .field("names", &self.names)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Batch {
+    /// Moves each label one to the left. The last token of a row has none then, and the last of a
+    /// document none of the next one.
+    fn shift_labels(&mut self) {
+        let documents = self.tensors.get(DOCUMENT_IDS).map(SampleTensor::ints);
+        let documents = documents.map(<[i64]>::to_vec).unwrap_or_default();
+        let Some(labels) = self.tensors.get_mut(LABELS) else {
+            return;
+        };
+        let width = labels.shape.last().copied().unwrap_or(1).max(1);
+        let Values::Ints(values) = &mut labels.values else {
+            return;
+        };
+        for (row, labels) in values.chunks_mut(width).enumerate() {
+            labels.rotate_left(1);
+            labels[width - 1] = IGNORED_LABEL;
+            let documents = documents.get(row * width..).unwrap_or_default();
+            for (label, pair) in labels.iter_mut().zip(documents.windows(2)) {
+                if pair[0] != pair[1] {
+                    *label = IGNORED_LABEL;
+                }
+            }
+        }
+    }
+}
+
+fn collated_by(
+    collator: &Collator,
     dataset: &dyn Dataset,
     microbatch: Microbatch,
-    collator: Option<&Collator>,
 ) -> Result<Batch> {
-    let Some(collator) = collator else {
-        return collate(dataset, microbatch);
-    };
     let indices = microbatch.indices.iter();
     let samples = indices.map(|&index| dataset.get_in_epoch(index, microbatch.epoch));
     let samples = samples.collect::<Result<Vec<_>>>()?;
@@ -380,6 +499,21 @@ mod tests {
         assert_eq!(batch.tensors["labels"].ints(), [5, 6, 2, 3, -100, -100]);
         let empty = collate(&data, take(&[], 1)).unwrap();
         assert_eq!(empty.tensors["labels"].ints(), [-100, -100]);
+    }
+
+    #[test]
+    fn labels_at_their_own_tokens_move_to_those_that_predict_them() {
+        let data = Samples(vec![
+            sample(&[("labels", &[1, 2, -100, 4]), ("document_ids", &[7; 4])]),
+            sample(&[("labels", &[5, 6, 7, 8]), ("document_ids", &[1, 1, 0, 0])]),
+        ]);
+        let shifts = Collation {
+            shift_labels: true,
+            ..Collation::default()
+        };
+        let batch = shifts.batch(&data, take(&[0, 1], 2)).unwrap();
+        let expected = [2, -100, 4, -100, 6, -100, 8, -100];
+        assert_eq!(batch.tensors["labels"].ints(), expected);
     }
 
     #[test]

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     chat,
     crates::CrateSources,
+    images,
     input::Input,
     parquet,
     source::count,
@@ -219,6 +220,7 @@ fn named(
         DataFormat::Tensors => tensor_files::is_one(path),
         DataFormat::Tokens => token_file::is_one(path),
         DataFormat::Parquet => parquet::is_one(path),
+        DataFormat::Images => images::is_one(path),
         _ => true,
     };
     let files = files_of(key, path, &takes)?;

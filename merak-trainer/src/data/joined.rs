@@ -1,6 +1,6 @@
 //! Data sets end to end.
 
-use super::{Dataset, Sample};
+use super::{Dataset, Names, Sample};
 use crate::error::Result;
 use std::sync::Arc;
 
@@ -12,6 +12,14 @@ impl Joined {
     /// Joins data sets whose samples have the same tensors.
     pub fn new(parts: impl IntoIterator<Item = Arc<dyn Dataset>>) -> Self {
         Self(parts.into_iter().collect())
+    }
+
+    /// Joins data sets; one alone stays as it is.
+    pub(super) fn of(mut parts: Vec<Arc<dyn Dataset>>) -> Arc<dyn Dataset> {
+        match parts.len() {
+            1 => parts.remove(0),
+            _ => Arc::new(Self(parts)),
+        }
     }
 
     /// The set with a sample, and the sample's place there.
@@ -41,6 +49,20 @@ impl Dataset for Joined {
     fn get_in_epoch(&self, index: usize, epoch: u64) -> Result<Sample> {
         let (part, index) = self.find(index);
         part.get_in_epoch(index, epoch)
+    }
+
+    fn name(&self, index: usize) -> Option<String> {
+        let (part, index) = self.find(index);
+        part.name(index)
+    }
+
+    fn reads_tensors(&self) -> bool {
+        self.0.iter().all(|part| part.reads_tensors())
+    }
+
+    fn get_tensors(&self, index: usize, epoch: u64, names: &Names) -> Result<Option<Sample>> {
+        let (part, index) = self.find(index);
+        part.get_tensors(index, epoch, names)
     }
 }
 

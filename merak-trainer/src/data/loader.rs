@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::{
-    dataset::{Batch, Collator, Dataset, collate_with},
+    dataset::{Batch, Collation, Dataset},
     order::Microbatch,
 };
 use crate::error::{DataError, Error, Result, no_thread};
@@ -27,7 +27,7 @@ pub struct Loader {
     dataset: Arc<dyn Dataset>,
     requests: Requests,
     workers: Vec<Receiver<Result<Batch>>>,
-    collator: Option<Collator>,
+    collation: Collation,
     next: usize,
 }
 
@@ -38,31 +38,31 @@ impl Loader {
     ///
     /// [`Error::NoThread`] where the system gives no thread.
     pub fn new(dataset: Arc<dyn Dataset>, requests: Requests, workers: usize) -> Result<Self> {
-        Self::with_collator(dataset, requests, workers, None)
+        Self::with_collation(dataset, requests, workers, Collation::default())
     }
 
-    /// The same with batches that a collator makes, if there is one.
+    /// The same with batches that are made in another way.
     ///
     /// # Errors
     ///
     /// As [`Loader::new`].
-    pub fn with_collator(
+    pub fn with_collation(
         dataset: Arc<dyn Dataset>,
         requests: Requests,
         workers: usize,
-        collator: Option<Collator>,
+        collation: Collation,
     ) -> Result<Self> {
         let start = |worker| {
             let (sender, receiver) = sync_channel(AHEAD);
             let (dataset, requests) = (Arc::clone(&dataset), Arc::clone(&requests));
-            let collator = collator.clone();
+            let collation = collation.clone();
             let read = move || {
                 for number in (worker..).step_by(workers) {
                     let Some(microbatch) = requests(number) else {
                         return;
                     };
                     // Sending fails once the loader is gone: nothing is left to do.
-                    let batch = collate_with(dataset.as_ref(), microbatch, collator.as_ref());
+                    let batch = collation.batch(dataset.as_ref(), microbatch);
                     if sender.send(batch).is_err() {
                         return;
                     }
@@ -77,7 +77,7 @@ impl Loader {
             dataset,
             requests,
             workers,
-            collator,
+            collation,
             next: 0,
         })
     }
@@ -89,7 +89,7 @@ impl Iterator for Loader {
     fn next(&mut self) -> Option<Self::Item> {
         let microbatch = (self.requests)(self.next)?;
         let batch = if self.workers.is_empty() {
-            collate_with(self.dataset.as_ref(), microbatch, self.collator.as_ref())
+            self.collation.batch(self.dataset.as_ref(), microbatch)
         } else {
             let worker = &self.workers[self.next % self.workers.len()];
             worker

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    dataset::{Dataset, Sample},
+    dataset::{Dataset, Names, Sample},
     permutation::Permutation,
     rng::hash,
 };
@@ -110,6 +110,23 @@ impl Dataset for MixtureDataset {
     }
 
     fn get_in_epoch(&self, index: usize, epoch: u64) -> Result<Sample> {
+        let (data, sample, pass) = self.find(index, epoch);
+        data.get_in_epoch(sample, pass)
+    }
+
+    fn reads_tensors(&self) -> bool {
+        self.parts.iter().all(|part| part.data.reads_tensors())
+    }
+
+    fn get_tensors(&self, index: usize, epoch: u64, names: &Names) -> Result<Option<Sample>> {
+        let (data, sample, pass) = self.find(index, epoch);
+        data.get_tensors(sample, pass, names)
+    }
+}
+
+impl MixtureDataset {
+    /// The part with a sample of an epoch, and the sample's place and pass there.
+    fn find(&self, index: usize, epoch: u64) -> (&dyn Dataset, usize, u64) {
         let mut place = index;
         for (number, part) in self.parts.iter().enumerate() {
             if place >= part.share {
@@ -122,50 +139,9 @@ impl Dataset for MixtureDataset {
             let seed = hash(&[STREAM, self.seed, number as u64]);
             let order = Permutation::new(part.data.len(), seed, pass);
             let sample = order.get(place).expect("a place below the length");
-            return part.data.get_in_epoch(sample, pass);
+            return (&*part.data, sample, pass);
         }
         unreachable!("index {index} of {} samples", self.len)
-    }
-}
-
-/// Several data sets one after the other.
-#[derive(Debug, Clone)]
-pub(super) struct Joined(Vec<Arc<dyn Dataset>>);
-
-impl Joined {
-    /// Joins data sets; one alone stays as it is.
-    pub(super) fn of(mut parts: Vec<Arc<dyn Dataset>>) -> Arc<dyn Dataset> {
-        match parts.len() {
-            1 => parts.remove(0),
-            _ => Arc::new(Self(parts)),
-        }
-    }
-
-    fn find(&self, index: usize) -> (&dyn Dataset, usize) {
-        let mut place = index;
-        for part in &self.0 {
-            if place < part.len() {
-                return (&**part, place);
-            }
-            place -= part.len();
-        }
-        unreachable!("index {index} is behind the data")
-    }
-}
-
-impl Dataset for Joined {
-    fn len(&self) -> usize {
-        self.0.iter().map(|part| part.len()).sum()
-    }
-
-    fn get(&self, index: usize) -> Result<Sample> {
-        let (part, place) = self.find(index);
-        part.get(place)
-    }
-
-    fn get_in_epoch(&self, index: usize, epoch: u64) -> Result<Sample> {
-        let (part, place) = self.find(index);
-        part.get_in_epoch(place, epoch)
     }
 }
 

@@ -1,13 +1,13 @@
 //! Samples of text, as a model learns from them.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use merak_trace::models::Objective;
 
 use super::{
     chat::{AnsweredTokens, ChatDataset, ChatMaker, ChatTemplate},
     classes::{ClassDataset, LabelledText},
-    dataset::{Dataset, LABELS},
+    dataset::{Dataset, LABELS, held_out},
     inputs::ModelInputs,
     masked::{MaskedDataset, Masking},
     records::Records,
@@ -22,6 +22,15 @@ use crate::{
     config::{CheckedArguments, DataArguments},
     error::{ConfigError, DataError, Error, Result},
 };
+
+/// The token that parts the documents of a stream.
+fn end_of_document(tokenizer: &Tokenizer) -> Result<u32> {
+    tokenizer.end_of_document().ok_or_else(|| {
+        Error::Data(DataError::NoDocumentEnd {
+            tokenizer: tokenizer.name(),
+        })
+    })
+}
 
 /// How much of a text span corruption leaves out.
 pub(super) fn corruption(data: &DataArguments) -> Corruption {
@@ -99,6 +108,8 @@ pub(super) struct Maker<'a> {
     pub(super) model: &'a ModelInputs,
     pub(super) args: &'a CheckedArguments,
     pub(super) tokens: &'a DataTokens,
+    /// The folders of all data that name classes.
+    pub(super) classes: BTreeSet<String>,
 }
 
 impl Maker<'_> {
@@ -134,7 +145,14 @@ impl Maker<'_> {
                 let data = SpanDataset::new(tokens, counts, shape, special, seed, part)?;
                 Arc::new(data)
             }
-            _ => Arc::new(TokenDataset::new(tokens, seq, part)?),
+            _ => {
+                let data = TokenDataset::new(tokens, seq, part)?;
+                if self.args.data.packing {
+                    Arc::new(data.parted_by(end_of_document(tokenizer)?))
+                } else {
+                    Arc::new(data)
+                }
+            }
         })
     }
 
@@ -151,13 +169,15 @@ impl Maker<'_> {
         }
     }
 
-    /// Samples of chats, and the bytes of memory that they take.
+    /// Samples of chats, those of the last `fraction` apart, and the bytes of memory that they
+    /// take.
     pub(super) fn chats(
         &self,
         records: &Records,
         tokenizer: &Tokenizer,
         template: Option<&ChatTemplate>,
-    ) -> Result<(Arc<dyn Dataset>, usize)> {
+        fraction: f64,
+    ) -> Result<([Arc<dyn Dataset>; 2], usize)> {
         let maker = ChatMaker {
             tokenizer,
             template,
@@ -168,8 +188,7 @@ impl Maker<'_> {
         let mut inputs = Vec::with_capacity(records.len());
         for record in records.iter() {
             let mut chat = maker.tokens(&record?)?;
-            // The last token is a target alone.
-            inputs.push(chat.ids.len().saturating_sub(1));
+            inputs.push(chat.inputs());
             chat.ids.truncate(seq + 1);
             chat.ids.shrink_to_fit();
             chat.is_answer.truncate(seq + 1);
@@ -191,8 +210,27 @@ impl Maker<'_> {
         let bytes =
             |chat: &AnsweredTokens| CHAT_BYTES + token_bytes(&chat.ids) + chat.is_answer.capacity();
         let held = chats.iter().map(bytes).sum();
-        let data = ChatDataset::new(chats, seq, self.tokens.pad);
-        Ok((Arc::new(data), held))
+        let held_out = held_out(chats.len(), fraction);
+        let validation = chats.split_off(chats.len() - held_out);
+        let parts = [(chats, "training"), (validation, "validation")];
+        let parts = parts.map(|(chats, part)| self.samples_of_chats(chats, part));
+        Ok((parts, held))
+    }
+
+    fn samples_of_chats(&self, chats: Vec<AnsweredTokens>, part: &'static str) -> Arc<dyn Dataset> {
+        let (seq, pad) = (self.model.lengths.input, self.tokens.pad);
+        if !self.args.data.packing {
+            return Arc::new(ChatDataset::new(chats, seq, pad));
+        }
+        let (tokens, number) = (chats.iter().map(|chat| chat.inputs().min(seq)), chats.len());
+        let tokens: usize = tokens.sum();
+        let data = ChatDataset::packed(chats, seq, pad);
+        let sequences = data.len();
+        if sequences > 0 {
+            let percent = 100 * tokens / (sequences * seq);
+            tracing::info!(part, chats = number, sequences, percent, "packed the chats");
+        }
+        Arc::new(data)
     }
 
     fn classes(

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use merak_trace::models::{Model, Objective};
+use merak_trace::models::{Model, Objective, Visible};
 
 use super::{
     chat,
@@ -12,7 +12,8 @@ use super::{
     dataset::Dataset,
     input::Input,
     inputs::ModelInputs,
-    mixture::{Joined, MixtureDataset},
+    joined::Joined,
+    mixture::MixtureDataset,
     samples::{Maker, corruption},
     tokenize::tokenizer_of,
     tokenizer::Tokenizer,
@@ -41,6 +42,7 @@ pub struct DataTokens {
 /// | records | `text`; chats | `text` | `text`, `label` | `source`, `target`; or `text` | |
 /// | `tokens` | a stream | a stream | | span corruption of a stream | |
 /// | `tensors` | yes | yes | yes | yes | yes |
+/// | `images` | | | | | a folder for each class |
 ///
 /// The format is `data.format`; records are `jsonl`, `csv`, `tsv` and `parquet`. Records for text
 /// classes may have `text_pair`; chats are `messages`, or `prompt` and `completion`.
@@ -147,20 +149,27 @@ impl Source {
         &self.parts[0].0
     }
 
-    /// Whether padding stands before tokens. A model of the next token must be told of it; to
-    /// padding behind them no token attends.
+    /// The earlier tokens that a token sees in these data, which a model of the next token must be
+    /// told ([`models::with_visible`](merak_trace::models::with_visible)): documents may stand side
+    /// by side, or padding before the tokens. To padding behind them no token attends.
     ///
     /// # Errors
     ///
     /// When a file cannot be read.
-    pub fn pads_before_tokens(&self) -> Result<bool> {
+    pub fn visible(&self, arguments: &DataArguments) -> Result<Visible> {
+        if arguments.packing {
+            return Ok(Visible::Document);
+        }
         let parts = self.parts.iter().map(|(content, _)| content);
+        let mut all = Visible::All;
         for content in parts.chain(&self.validation) {
-            if content.pads_before_tokens()? {
-                return Ok(true);
+            match content.visible()? {
+                Visible::Document => return Ok(Visible::Document),
+                Visible::Unpadded => all = Visible::Unpadded,
+                Visible::All => {}
             }
         }
-        Ok(false)
+        Ok(all)
     }
 
     /// The lengths of sequences: those of the arguments, else of tensors, else of the model.
@@ -213,10 +222,13 @@ impl Source {
         tokens: &DataTokens,
         trains: bool,
     ) -> Result<(Datasets, Option<Corpus>)> {
+        let contents = self.parts.iter().map(|(content, _)| content);
+        let contents = contents.chain(&self.validation);
         let maker = Maker {
             model,
             args,
             tokens,
+            classes: contents.flat_map(Content::classes).collect(),
         };
         let wants_validation = !trains || args.do_eval;
         let has_own = self.validation.is_some();
@@ -256,7 +268,7 @@ impl Source {
 /// The tokenizer of the data; none where there is no text and no tokenizer file.
 fn tokenizer_if_any(arguments: &DataArguments, crates: &CrateSources) -> Result<Option<Tokenizer>> {
     match (&arguments.tokenizer, arguments.format) {
-        (TokenizerSource::Bytes, DataFormat::Tensors) => Ok(None),
+        (TokenizerSource::Bytes, DataFormat::Tensors | DataFormat::Images) => Ok(None),
         _ => tokenizer_of(arguments, crates).map(Some),
     }
 }
@@ -279,14 +291,21 @@ fn check_vocabulary(tokenizer: Option<&Tokenizer>, model: &dyn Model) -> Result<
 fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
     let objective = model.objective();
     let expected = match (objective, format) {
-        (_, DataFormat::Tensors)
-        | (Objective::CausalLm | Objective::MaskedLm | Objective::SequenceToSequence, _)
-        | (
+        (_, DataFormat::Tensors) | (Objective::ImageClassification, DataFormat::Images) => {
+            return Ok(());
+        }
+        (Objective::CausalLm | Objective::MaskedLm | Objective::SequenceToSequence, format)
+            if format != DataFormat::Images =>
+        {
+            return Ok(());
+        }
+        (
             Objective::SequenceClassification,
             DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv | DataFormat::Parquet,
         ) => return Ok(()),
         (Objective::SequenceClassification, _) => "jsonl, csv, tsv, parquet or tensors",
-        _ => "tensors",
+        (Objective::ImageClassification, _) => "images or tensors",
+        _ => "text, jsonl, csv, tsv, parquet, tokens or tensors",
     };
     Err(Error::Data(DataError::DataKind {
         family: model.info().family,

@@ -4,13 +4,17 @@ use merak_ckpt::DType;
 use merak_trace::models::Objective;
 
 use super::{
-    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
+    dataset::{Dataset, IGNORED_LABEL, LABELS, Names, Sample, SampleTensor},
     inputs::{ATTENTION_MASK, ModelInput, ModelInputs},
+    packed::DOCUMENT_IDS,
     tensor_files::TensorFiles,
     translation::moved_right,
 };
 use crate::error::{DataError, Error, Result};
 use merak_mpu::names::nearest;
+
+/// The name of what a decoder reads.
+const DECODER_INPUT_IDS: &str = "decoder_input_ids";
 
 /// A tensor that samples lack and that is made from their others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +36,8 @@ enum Derived {
 ///
 /// Labels of models that predict the next token stand at the position that predicts them; without
 /// labels they are made of `input_ids` (the next token, none behind the last or where one of the
-/// two is padding). `decoder_input_ids` are made of `labels` where they are missing.
+/// two is padding or in another document by `document_ids`). `decoder_input_ids` are made of
+/// `labels` where they are missing.
 #[derive(Debug)]
 pub struct TensorDataset {
     files: TensorFiles,
@@ -43,17 +48,26 @@ pub struct TensorDataset {
 
 impl TensorDataset {
     /// Checks the tensors against the inputs of a model, their integers one by one. A decoder
-    /// starts from the token `start`; the token `pad` fills sequences up.
+    /// starts from the token `start`; the token `pad` fills sequences up. With `shift_labels` the
+    /// labels are those of Hugging Face, which [`Collation`](super::Collation) moves.
     ///
     /// # Errors
     ///
     /// A tensor that is missing, of another type or size, or with a value that the model cannot
     /// take; one that the model does not read.
-    pub fn new(files: TensorFiles, model: &ModelInputs, start: u32, pad: u32) -> Result<Self> {
+    pub fn new(
+        files: TensorFiles,
+        model: &ModelInputs,
+        (start, pad): (u32, u32),
+        shift_labels: bool,
+    ) -> Result<Self> {
         let is_there = |name: &str| files.shape(name).is_some();
+        if shift_labels && !is_there(LABELS) {
+            return Err(Error::Data(DataError::NothingToShift));
+        }
         let derived = match model.objective {
             Objective::CausalLm if !is_there(LABELS) => Derived::NextTokens,
-            Objective::SequenceToSequence if !is_there("decoder_input_ids") => {
+            Objective::SequenceToSequence if !is_there(DECODER_INPUT_IDS) => {
                 Derived::DecoderInputs { start, pad }
             }
             _ => Derived::Nothing,
@@ -63,7 +77,7 @@ impl TensorDataset {
             let is_derived = match derived {
                 Derived::Nothing => false,
                 Derived::NextTokens => input.name == LABELS,
-                Derived::DecoderInputs { .. } => input.name == "decoder_input_ids",
+                Derived::DecoderInputs { .. } => input.name == DECODER_INPUT_IDS,
             };
             if is_derived || input.is_optional && !is_there(&input.name) {
                 continue;
@@ -76,12 +90,12 @@ impl TensorDataset {
             read,
             derived,
         };
-        data.check_values(model)?;
+        data.check_values(model, shift_labels)?;
         Ok(data)
     }
 
     /// Reads every integer once.
-    fn check_values(&self, model: &ModelInputs) -> Result<()> {
+    fn check_values(&self, model: &ModelInputs, shift_labels: bool) -> Result<()> {
         let is_read = |input: &&ModelInput| self.read.iter().any(|(name, _)| *name == input.name);
         let limited = model.inputs.iter().filter(|input| input.limit.is_some());
         for input in limited.filter(is_read) {
@@ -92,7 +106,9 @@ impl TensorDataset {
         }
         if model.objective == Objective::CausalLm {
             self.check_mask(model)?;
-            self.check_shift(model)?;
+            if !shift_labels {
+                self.check_shift(model)?;
+            }
         }
         Ok(())
     }
@@ -136,10 +152,49 @@ impl TensorDataset {
         Ok(())
     }
 
-    /// The token after each, none where there is none or one of the two is padding.
+    /// Reads the tensors that are wanted, and those that they are made of.
+    fn read(&self, index: usize, is_wanted: impl Fn(&str) -> bool) -> Result<Sample> {
+        let sources: &[&str] = match self.derived {
+            Derived::NextTokens if is_wanted(LABELS) => &["input_ids", DOCUMENT_IDS],
+            Derived::DecoderInputs { .. } if is_wanted(DECODER_INPUT_IDS) => &[LABELS],
+            _ => &[],
+        };
+        let mut sample = Sample::new();
+        for (name, as_floats) in &self.read {
+            if is_wanted(name) || sources.contains(&&**name) {
+                sample.insert(name.clone(), self.files.read(name, index, *as_floats)?);
+            }
+        }
+        if sources.is_empty() {
+            return Ok(sample);
+        }
+        match self.derived {
+            Derived::Nothing => {}
+            Derived::NextTokens => {
+                let labels = self.next_tokens(&sample, index)?;
+                sample.insert(LABELS.to_owned(), labels);
+            }
+            Derived::DecoderInputs { start, pad } => {
+                let ids = moved_right(sample[LABELS].ints(), start, pad);
+                let ids = SampleTensor::vector(ids);
+                sample.insert(DECODER_INPUT_IDS.to_owned(), ids);
+            }
+        }
+        Ok(sample)
+    }
+
+    /// The token after each, none where there is none or one of the two is padding or in another
+    /// document.
     fn next_tokens(&self, sample: &Sample, index: usize) -> Result<SampleTensor> {
         let ids = sample["input_ids"].ints();
         let mut labels = ids.get(1..).unwrap_or_default().to_vec();
+        if let Some(documents) = sample.get(DOCUMENT_IDS) {
+            for (label, pair) in labels.iter_mut().zip(documents.ints().windows(2)) {
+                if pair[0] != pair[1] {
+                    *label = IGNORED_LABEL;
+                }
+            }
+        }
         if self.files.shape(ATTENTION_MASK).is_some() {
             let mask = self.files.read(ATTENTION_MASK, index, false)?;
             for (label, seen) in labels.iter_mut().zip(mask.ints().windows(2)) {
@@ -159,23 +214,17 @@ impl Dataset for TensorDataset {
     }
 
     fn get(&self, index: usize) -> Result<Sample> {
-        let mut sample = Sample::new();
-        for (name, as_floats) in &self.read {
-            sample.insert(name.clone(), self.files.read(name, index, *as_floats)?);
-        }
-        match self.derived {
-            Derived::Nothing => {}
-            Derived::NextTokens => {
-                let labels = self.next_tokens(&sample, index)?;
-                sample.insert(LABELS.to_owned(), labels);
-            }
-            Derived::DecoderInputs { start, pad } => {
-                let ids = moved_right(sample[LABELS].ints(), start, pad);
-                let ids = SampleTensor::vector(ids);
-                sample.insert("decoder_input_ids".to_owned(), ids);
-            }
-        }
-        Ok(sample)
+        self.read(index, |_| true)
+    }
+
+    fn reads_tensors(&self) -> bool {
+        true
+    }
+
+    fn get_tensors(&self, index: usize, _epoch: u64, names: &Names) -> Result<Option<Sample>> {
+        let mut sample = self.read(index, |name| names.contains(name))?;
+        sample.retain(|name, _| names.contains(name));
+        Ok(Some(sample))
     }
 }
 

@@ -1,7 +1,8 @@
 //! A stream of tokens as a data set for causal language models.
 
 use super::{
-    dataset::{Dataset, LABELS, Sample, SampleTensor},
+    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
+    packed::{DOCUMENT_IDS, documents_of},
     store::Tokens,
 };
 use crate::error::{DataError, Error, Result};
@@ -13,11 +14,13 @@ use crate::error::{DataError, Error, Result};
 ///
 /// # Shapes
 ///
-/// `input_ids: [S]`, `labels: [S]`.
+/// `input_ids: [S]`, `labels: [S]`; where documents are parted `document_ids: [S]`.
 #[derive(Debug, Clone)]
 pub struct TokenDataset {
     tokens: Tokens,
     seq_length: usize,
+    /// The token that ends a document, where documents are parted.
+    end: Option<u32>,
 }
 
 impl TokenDataset {
@@ -35,7 +38,21 @@ impl TokenDataset {
                 needed: seq_length + 1,
             }));
         }
-        Ok(Self { tokens, seq_length })
+        Ok(Self {
+            tokens,
+            seq_length,
+            end: None,
+        })
+    }
+
+    /// The same with the number of each token's document, which ends with a token `end`. The first
+    /// token of a document is no target: no token before it sees the document.
+    #[must_use]
+    pub fn parted_by(self, end: u32) -> Self {
+        Self {
+            end: Some(end),
+            ..self
+        }
     }
 }
 
@@ -50,10 +67,21 @@ impl Dataset for TokenDataset {
         let tensor = |tokens: &[u32]| {
             SampleTensor::vector(tokens.iter().map(|token| i64::from(*token)).collect())
         };
-        Ok(Sample::from([
-            ("input_ids".to_owned(), tensor(&window[..self.seq_length])),
+        let input = &window[..self.seq_length];
+        let mut sample = Sample::from([
+            ("input_ids".to_owned(), tensor(input)),
             (LABELS.to_owned(), tensor(&window[1..])),
-        ]))
+        ]);
+        if let Some(end) = self.end {
+            let pairs = window.windows(2).map(|pair| match *pair {
+                [token, next] if token != end => i64::from(next),
+                _ => IGNORED_LABEL,
+            });
+            let labels = SampleTensor::vector(pairs.collect());
+            sample.insert(LABELS.to_owned(), labels);
+            sample.insert(DOCUMENT_IDS.to_owned(), documents_of(input, end));
+        }
+        Ok(sample)
     }
 }
 
@@ -68,6 +96,19 @@ mod tests {
         let sample = data.get(1).unwrap();
         assert_eq!(sample["input_ids"].ints(), [4, 5, 6, 7]);
         assert_eq!(sample["labels"].ints(), [5, 6, 7, 8]);
+    }
+
+    #[test]
+    fn documents_are_numbered_and_no_token_foretells_the_next_one() {
+        let tokens = [3, 4, 0, 5, 6, 0, 7, 8, 9].into_iter().collect();
+        let data = TokenDataset::new(tokens, 4, "training").unwrap();
+        let data = data.parted_by(0);
+        let sample = data.get(0).unwrap();
+        assert_eq!(sample["document_ids"].ints(), [0, 0, 0, 1]);
+        assert_eq!(sample["labels"].ints(), [4, 0, -100, 6]);
+        let sample = data.get(1).unwrap();
+        assert_eq!(sample["document_ids"].ints(), [0, 0, 1, 1]);
+        assert_eq!(sample["labels"].ints(), [0, -100, 8, 9]);
     }
 
     #[test]

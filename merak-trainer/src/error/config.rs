@@ -1,7 +1,8 @@
 //! Errors of configurations.
 
-use super::words::{all_of, did_you_mean};
+use super::words::all_of;
 use merak_ckpt::words::{brief, file, sentence};
+use merak_mpu::names::did_you_mean;
 use std::path::PathBuf;
 
 /// What is wrong with a configuration, whatever the model and the data.

@@ -1,9 +1,10 @@
 //! Errors of data.
 
 use super::words::{
-    did_you_mean, of_path, other_share, own_tokenizer, passed_over, purpose_of_samples, records_of,
+    of_path, other_share, own_tokenizer, passed_over, purpose_of_samples, records_of,
 };
 use merak_ckpt::words::{Bytes, brief, file, sentence};
+use merak_mpu::names::did_you_mean;
 use std::path::PathBuf;
 
 /// What is wrong with the data, alone or beside the model.
@@ -273,12 +274,17 @@ pub enum DataError {
     /// Labels as Hugging Face has them: each stands at the position of its own token.
     #[error(
         "\"labels\" repeat \"input_ids\", but a label of this {family} model stands at the position that predicts \
-         it, one to the left: leave \"labels\" out, and they are made of \"input_ids\""
+         it, one to the left: leave \"labels\" out, and they are made of \"input_ids\", or set \"shift_labels\""
     )]
     UnshiftedLabels {
         /// The model's family.
         family: &'static str,
     },
+    /// Labels that are made of tokens stand where they belong.
+    #[error(
+        "\"shift_labels\" moves the \"labels\" of the data, which have none: leave it out, and labels are made of \"input_ids\""
+    )]
+    NothingToShift,
     /// A tokenizer without tokens that the task needs, and a model without room for them.
     #[error(
         "the tokenizer has no {what}, and the model's vocabulary of {vocab} leaves no room behind its {tokens} \
@@ -293,6 +299,30 @@ pub enum DataError {
         vocab: usize,
         /// Tokens that the model should have.
         needed: usize,
+    },
+    /// Padding before tokens beside documents.
+    #[error(
+        "\"attention_mask\" hides tokens before others, which \"document_ids\" do as well: give such padding a number of its \
+         own in \"document_ids\", and leave \"attention_mask\" out"
+    )]
+    HiddenDocuments,
+    /// Documents that a model does not read.
+    #[error(
+        "the data give \"document_ids\", but this {family} model takes each sequence for one document: give the plan \
+         `models::with_visible(model, Visible::Document)`, or leave \"document_ids\" out"
+    )]
+    UnreadDocuments {
+        /// The model's family.
+        family: &'static str,
+    },
+    /// Documents that a stream of tokens does not part.
+    #[error(
+        "\"data.packing\" parts documents by the token that ends one, which {tokenizer} does not have: leave \"data.packing\" \
+         out, or add such a token to the tokenizer, such as <|endoftext|>"
+    )]
+    NoDocumentEnd {
+        /// The tokenizer.
+        tokenizer: String,
     },
     /// Two lengths for a model with one.
     #[error("\"seq_length\" has two lengths, but this {family} model has no decoder: give one")]
@@ -345,6 +375,71 @@ pub enum DataError {
         samples: usize,
         /// Samples of all parts.
         all: usize,
+    },
+    /// No image where images should be.
+    #[error(
+        "no images in {path}: \"data.format\" images needs a folder for each class with files that end in .png, .jpg or .jpeg"
+    )]
+    NoImages {
+        /// The paths.
+        path: String,
+    },
+    /// An image that is not in the folder of a class.
+    #[error(
+        "{} is in no folder of a class: \"data.format\" images needs a folder for each class in \"data.path\"",
+        file(path)
+    )]
+    ImageWithoutClass {
+        /// The image.
+        path: PathBuf,
+    },
+    /// An image that cannot be read.
+    #[error("cannot read the image {}: {}", file(path), sentence(reason))]
+    Image {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A model whose pixels are no colours.
+    #[error(
+        "\"data.format\" images has 3 colours or 1 grey, but this {family} model reads pixels of shape {shape:?}: give it tensors"
+    )]
+    ImageShape {
+        /// The model's family.
+        family: &'static str,
+        /// Channels, height and width.
+        shape: Vec<usize>,
+    },
+    /// A folder whose name is no class of the model.
+    #[error(
+        "the folder \"{}\" of \"{key}\" is none of the model's {classes} classes: name it as in \"label2id\" of the model's \
+         configuration{}",
+        brief(class), did_you_mean(nearest.as_deref())
+    )]
+    UnknownClass {
+        /// The key that names the data.
+        key: &'static str,
+        /// The folder.
+        class: String,
+        /// Classes of the model.
+        classes: usize,
+        /// The most similar class.
+        nearest: Option<String>,
+    },
+    /// Folders without names that the model knows, and not as many as it has classes.
+    #[error(
+        "\"{key}\" has {} folders ({}), but the model has {classes} classes: give one folder for each class, or name the \
+         classes in \"label2id\" of the model's configuration",
+        found.len(), brief(&found.join(", "))
+    )]
+    OtherClasses {
+        /// The key that names the data.
+        key: &'static str,
+        /// The folders.
+        found: Vec<String>,
+        /// Classes of the model.
+        classes: usize,
     },
     /// A prefetch thread that ended before its samples were read.
     #[error("a data thread ended before it delivered its samples")]

@@ -1,7 +1,8 @@
 //! Errors of resuming.
 
-use super::words::{did_you_mean, other_length, saved_with};
+use super::words::{other_length, saved_with};
 use merak_ckpt::words::file;
+use merak_mpu::names::did_you_mean;
 use std::path::PathBuf;
 
 /// Why a run cannot go on from a checkpoint.

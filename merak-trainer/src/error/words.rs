@@ -127,13 +127,6 @@ pub(super) fn of_model_file(error: &merak_trace::Error) -> String {
     }
 }
 
-/// The most similar name, where there is one.
-pub(super) fn did_you_mean(nearest: Option<&str>) -> String {
-    nearest
-        .map(|name| format!("; did you mean \"{name}\"?"))
-        .unwrap_or_default()
-}
-
 /// Messages one after the other.
 pub(super) fn all_of(errors: &[ConfigError]) -> String {
     let messages: Vec<_> = errors.iter().map(ToString::to_string).collect();

@@ -4,8 +4,9 @@ use merak_trace::{
     Graph, Node, Op, Result, fx,
     fx::{Module, Symbol},
     models::{Model, ModelInfo, Objective, TraceOptions},
+    op::Class,
 };
-use std::{collections::BTreeMap, fmt, sync::Arc};
+use std::{fmt, sync::Arc};
 
 /// Adds the nodes of a loss to a graph: from a module, the logits and the labels to the loss, an
 /// `f64` (`[]`).
@@ -73,52 +74,22 @@ impl Model for WithLoss {
             return Ok(graph);
         };
         let name = Arc::clone(&name.name);
-        let extended = fx::extend(
+        fx::extend(
             &graph,
             |_| (),
-            |copied| {
-                if copied.node.name != name {
-                    return Ok(copied.outputs);
+            |original| {
+                if original.node.name != name {
+                    return Ok(original.copy()?.outputs);
                 }
-                let module = copied.module.sub(SCOPE);
-                let logits = module.apply(Op::Identity, &[&copied.inputs[0]])?;
-                let loss = (self.loss.loss_fn)(&module, &logits[0], &copied.inputs[1])?;
+                let module = original.module.sub(SCOPE);
+                let logits = module.apply(Op::Identity, &[&original.inputs[0]])?;
+                let loss = (self.loss.loss_fn)(&module, &logits[0], &original.inputs[1])?;
                 Ok::<_, merak_trace::Error>(vec![loss])
             },
-        )?;
-        without(&extended, &name)
+        )
     }
 }
 
 fn is_loss(node: &Node) -> bool {
-    matches!(node.op, Op::CrossEntropy { .. })
-}
-
-/// A copy of a graph without a node that nothing uses.
-fn without(graph: &Graph, name: &Arc<str>) -> Result<Graph> {
-    let mut copy = Graph::new();
-    let mut values = BTreeMap::new();
-    for port in graph.inputs() {
-        let input = copy.add_input(port.name.clone(), graph.ty(port.value).clone());
-        values.insert(port.value, input);
-    }
-    for node in graph.nodes().iter().filter(|node| node.name != *name) {
-        let mut inputs = Vec::with_capacity(node.inputs.len());
-        for &input in &node.inputs {
-            if let Some(&known) = values.get(&input) {
-                inputs.push(known);
-            } else if let Some(source) = copy.add_source(graph, input)? {
-                values.insert(input, source);
-                inputs.push(source);
-            }
-        }
-        let outputs = copy.add_counterpart(node, node.op.clone(), inputs)?;
-        values.extend(node.outputs.iter().copied().zip(outputs));
-    }
-    for port in graph.outputs() {
-        if let Some(&value) = values.get(&port.value) {
-            copy.add_output(port.name.clone(), value);
-        }
-    }
-    Ok(copy)
+    matches!(node.op.class(), Class::Loss(_))
 }

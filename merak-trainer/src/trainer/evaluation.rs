@@ -8,10 +8,7 @@ use super::{
 };
 use crate::{
     config::{CheckedArguments, MetricName},
-    data::{
-        ATTENTION_MASK, Batch, BatchShape, Dataset, EvaluationOrder, LABELS, SampleTensor,
-        collate_with,
-    },
+    data::{ATTENTION_MASK, Batch, BatchShape, Dataset, EvaluationOrder, LABELS, SampleTensor},
     error::{ConfigError, Result, StepPart},
     plan::{Forward, ForwardOutput, Plan},
     stage::{StepInputs, StepModule, StepResult, count},
@@ -184,8 +181,11 @@ impl MerakTrainer {
         let taken = |microbatch| order.microbatch(iteration, dp_rank, microbatch);
         let engine = self.stages.forward_engine(microbatches)?;
         let batches = if self.stages.reads_data() {
-            let collator = self.parts.data_collator.as_ref();
-            let read = |microbatch| collate_with(data, taken(microbatch), collator);
+            let collation = self.collation();
+            let read = |microbatch| {
+                let batch = collation.batch(data, taken(microbatch))?;
+                self.check_documents(batch)
+            };
             (0..microbatches).map(read).collect::<Result<Vec<_>>>()?
         } else {
             Vec::new()

@@ -2,8 +2,10 @@
 
 use super::{MerakTrainer, progress::Instruction};
 use crate::{
-    data::{Batch, Loader, Requests},
-    error::{Error, Result, StepPart},
+    data::{
+        ATTENTION_MASK, Batch, Collation, DOCUMENT_IDS, Dataset, LABELS, Loader, Names, Requests,
+    },
+    error::{DataError, Error, Result, StepPart},
     stage::{NamedTensors, StepInputs, StepModule, StepResult, count},
 };
 use merak_mpu::{ReduceOp, into_vec};
@@ -220,15 +222,61 @@ impl MerakTrainer {
                     .as_ref()
                     .expect("an order is made of training data"),
             );
-            self.loader = Some(Loader::with_collator(
+            self.warn_of_whole_samples(&*data);
+            self.loader = Some(Loader::with_collation(
                 data,
                 Arc::new(request) as Requests,
                 self.args.dataloader_num_workers,
-                self.parts.data_collator.clone(),
+                self.collation(),
             )?);
         }
         let loader = self.loader.as_mut().expect("it was just made");
-        loader.take(microbatches).collect()
+        let batches = loader.take(microbatches).collect::<Result<Vec<_>>>()?;
+        let checked = batches.into_iter().map(|batch| self.check_documents(batch));
+        checked.collect()
+    }
+
+    /// Warns where `split_inputs` saves nothing.
+    fn warn_of_whole_samples(&self, data: &dyn Dataset) {
+        let reads_whole = self.parts.data_collator.is_some() || !data.reads_tensors();
+        if self.args.split_inputs && reads_whole && self.stages.mpu.is_rank_0() {
+            tracing::warn!("\"split_inputs\" does nothing: these data are read in whole samples");
+        }
+    }
+
+    /// Refuses documents that the model would take for one.
+    pub(super) fn check_documents(&self, batch: Batch) -> Result<Batch> {
+        let plan = &self.stages.plan;
+        let mut inputs = plan.graph.inputs().iter();
+        if batch.tensors.contains_key(DOCUMENT_IDS)
+            && !inputs.any(|input| input.name == DOCUMENT_IDS)
+        {
+            return Err(Error::Data(DataError::UnreadDocuments {
+                family: plan.draft.info.family,
+            }));
+        }
+        Ok(batch)
+    }
+
+    /// How samples become microbatches.
+    pub(super) fn collation(&self) -> Collation {
+        Collation {
+            collator: self.parts.data_collator.clone(),
+            shift_labels: self.args.shift_labels,
+            names: self
+                .args
+                .split_inputs
+                .then(|| Arc::new(self.needed_tensors())),
+        }
+    }
+
+    /// The tensors of a sample that this rank needs: those that its stages read, and of the last
+    /// stage what losses and predictions are counted and cut by.
+    fn needed_tensors(&self) -> Names {
+        let counted = [LABELS, ATTENTION_MASK, DOCUMENT_IDS];
+        let counted = counted.into_iter().filter(|_| self.stages.has_last());
+        let read = self.stages.inputs();
+        read.chain(counted).map(str::to_owned).collect()
     }
 
     /// Labels of the global batch, and the gradient of each loss that makes the average over the

@@ -6,6 +6,7 @@ mod families; // every family on data of its kind
 mod files; // pipes, devices, files without end
 #[cfg(target_os = "linux")]
 mod hosts; // ranks on two hosts
+mod images; // folders of images
 mod inputs; // several paths, mixtures, data to validate on
 mod launch; // ranks as processes
 mod metrics; // the fields of metrics.jsonl

@@ -281,6 +281,7 @@ per_device_train_batch_size = 8
 per_device_eval_batch_size = 8
 gradient_accumulation_steps = 1
 dataloader_num_workers = 0
+split_inputs = false
 dataloader_drop_last = false
 num_train_epochs = 3.0
 max_steps = -1
@@ -315,6 +316,7 @@ lr_scheduler_type = "linear"
 lr_scheduler_kwargs = {}
 warmup_steps = 0
 warmup_ratio = 0.0
+shift_labels = false
 label_smoothing_factor = 0.0
 logging_steps = 500
 report_to = "none"
@@ -349,6 +351,7 @@ data.validation_path = null
 data.format = "text"
 data.tokenizer = "bytes"
 data.chat_template = null
+data.packing = false
 data.validation_fraction = 0.05
 data.max_bytes = null
 data.skip_binary = false
@@ -550,7 +553,6 @@ fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_file("merak.toml", "zero_stage = 4\n")), @r#""zero_stage" expects 0, 1, 2 or 3, found 4 (merak.toml:1)"#);
     assert_snapshot!(message(load_line("--tp-overlapping-level 1")), @r#""tp_overlapping_level" 1 (command line --tp-overlapping-level) is not available in this version: choose 0"#);
     assert_snapshot!(message(load_line("--trace-method dynamo")), @r#""trace_method" "dynamo" (command line --trace-method) is not available in this version: choose fx"#);
-    assert_snapshot!(message(load_file("merak.toml", "data.format = \"images\"\n")), @r#""data.format" "images" (merak.toml:1) is not available in this version: choose text, jsonl, csv, tsv, parquet, tensors or tokens"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @"no error");
     assert_snapshot!(message(load_line("--data.format tensors --data.tokenizer {\"train_bpe\":4096}")), @r#""data.tokenizer" is {"train_bpe":4096} (command line --data.tokenizer), but must be "bytes" or a file under "data.format" tensors, whose files hold no text to train on"#);
     assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");

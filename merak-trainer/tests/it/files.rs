@@ -3,11 +3,14 @@
 //!
 //! `merak-ckpt/tests/goldens/hf/shapes.json` has what transformers saves of each family; tests of
 //! merak-ckpt hold its table against the same.
+//!
+//! What ZeRO divides by its stage is the same in `merak-zero`, which runs, and in `merak-ckpt`.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
-use merak_ckpt::{Cut, HfFolder, ImportOptions, import_hf};
+use merak_ckpt::{Cut, HfFolder, ImportOptions, Kind, import_hf};
 use merak_trace::{Graph, models};
+use merak_zero::{ZeroConfig, ZeroStage};
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::Value;
 
@@ -124,5 +127,27 @@ fn where_a_configuration_does_not_say_it_files_tie_the_head_as_the_graph_does() 
         assert_eq!(found.collect::<Saved>(), params, "{config}");
         let into = folder.path().join("imported");
         import_hf(&files, into, &ImportOptions::default()).expect("nothing is missing");
+    }
+}
+
+#[test]
+fn checkpoints_divide_from_the_stages_that_runs_divide_from() {
+    for stage in 0..=3_u8 {
+        let config = ZeroConfig {
+            stage: ZeroStage::try_from(stage).expect("0 to 3 are stages"),
+            ..ZeroConfig::default()
+        };
+        let kept = config.element_bytes(4);
+        for (kind, ranks) in [
+            (Kind::Parameter, kept.weight_ranks),
+            (Kind::optimizer("adamw.exp_avg"), kept.state.ranks),
+        ] {
+            let divides = usize::from(stage) >= kind.divided_from();
+            assert_eq!(
+                ranks,
+                if divides { 4 } else { 1 },
+                "{kind:?} in stage {stage}"
+            );
+        }
     }
 }

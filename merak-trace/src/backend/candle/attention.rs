@@ -13,11 +13,14 @@ use crate::{
     op::{self, AttentionOptions},
 };
 use merak_mpu::{DType, Element};
+use std::{iter, ops::Range};
 
 /// Terms added to the scores of an attention, as numbers.
 struct Terms<T> {
     /// `[B, Sk]`: minus infinity for keys that are hidden.
     hidden: Option<Vec<T>>,
+    /// `[B, S]`: the document of each position.
+    documents: Option<Vec<Range<usize>>>,
     /// `[heads, Sq, Sk]`.
     bias: Option<Vec<T>>,
 }
@@ -56,6 +59,7 @@ impl Node<'_> {
         let (q, k, v) = (q?, k?, v?);
         let terms = Terms {
             hidden: None,
+            documents: None,
             bias: None,
         };
         let spec = self.attention_spec::<T>(spec, &operands[0], &operands[1], &terms);
@@ -173,14 +177,17 @@ impl Node<'_> {
         required: usize,
     ) -> Result<Terms<T>> {
         let options = AttentionOptions::find(inputs.iter().map(Value::ty), required);
-        let hidden = match options.seen {
-            Some(seen) => {
-                let seen = elements::<i64>(&inputs[seen])?;
+        let (mut hidden, mut documents) = (None, None);
+        if let Some(seen) = options.seen {
+            let len = inputs[seen].ty().last_dim().max(1);
+            let seen = elements::<i64>(&inputs[seen])?;
+            if spec.documents {
+                documents = Some(seen.chunks(len).flat_map(documents_of).collect());
+            } else {
                 let term = |&seen: &i64| if seen == 0 { T::NEG_INFINITY } else { T::ZERO };
-                Some(seen.iter().map(term).collect())
+                hidden = Some(seen.iter().map(term).collect());
             }
-            None => None,
-        };
+        }
         let bias = match options.table {
             Some(table) => {
                 let index = elements::<i64>(&inputs[table + 1])?;
@@ -193,7 +200,11 @@ impl Node<'_> {
             }
             None => None,
         };
-        Ok(Terms { hidden, bias })
+        Ok(Terms {
+            hidden,
+            documents,
+            bias,
+        })
     }
 
     /// Returns temporary memory of a node to the pool.
@@ -246,11 +257,22 @@ impl Node<'_> {
             scale: spec.scale,
             causal: spec.causal,
             window: spec.window,
+            documents: terms.documents.as_deref(),
             mask,
             bias,
             dropout,
         }
     }
+}
+
+/// The document of each position of a sequence: the run of ids like its own.
+fn documents_of(ids: &[i64]) -> impl Iterator<Item = Range<usize>> {
+    let runs = ids.chunk_by(PartialEq::eq).scan(0, |start, run| {
+        let first = *start;
+        *start += run.len();
+        Some(first..*start)
+    });
+    runs.flat_map(|run| iter::repeat_n(run.clone(), run.len()))
 }
 
 fn queries<'a, T: Number>(spec: &AttentionSpec<'_, T>, data: &'a [T]) -> Strided<'a, T> {

@@ -64,6 +64,17 @@ impl Node<'_> {
         Ok(vec![self.backend.wrap_once::<i64>(self.ty(0), positions)?])
     }
 
+    /// The number of each position in its document.
+    pub(super) fn document_positions(&self, ids: &Value, first: usize) -> Results {
+        let ids = elements::<i64>(ids)?;
+        let first = i64::try_from(first).expect("a position fits an i64");
+        let rows = ids.chunks(self.ty(0).last_dim().max(1));
+        let documents = rows.flat_map(|row| row.chunk_by(PartialEq::eq));
+        let positions = documents.flat_map(|document| (first..).take(document.len()));
+        let positions = positions.collect();
+        Ok(vec![self.backend.wrap_once::<i64>(self.ty(0), positions)?])
+    }
+
     pub(super) fn relative_buckets(&self, spec: &RelativeBuckets) -> Results {
         let mut indices = self.backend.result(self.ty(0));
         spec.write_indices(&mut indices);

@@ -54,6 +54,7 @@ pub(super) fn run(
     let node = Node { backend, call };
     match call.op {
         Op::Positions { len, first } => node.positions(*first, *len),
+        Op::DocumentPositions { first } => node.document_positions(&inputs[0], *first),
         Op::SeenPositions { first } => node.seen_positions(&inputs[0], *first),
         Op::RelativeBuckets(spec) => node.relative_buckets(spec),
         Op::Identity | Op::CopyTo { .. } => Ok(inputs),

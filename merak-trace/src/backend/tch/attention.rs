@@ -8,7 +8,7 @@ mod composed;
 mod terms;
 
 use super::{
-    run::{Node, Outcome, is_half, stat_kind},
+    run::{Node, Outcome, document_numbers, is_half, stat_kind},
     shim,
     storage::{int, tensor},
 };

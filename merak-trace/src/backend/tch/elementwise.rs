@@ -43,8 +43,9 @@ pub(super) fn rope(spec: &Rope, x: &Tensor, positions: &Tensor) -> Outcome {
     let shape = x.size();
     let (pairs, head) = (int(spec.inv_freq.len()), int(spec.head_dim));
     let frequencies = Tensor::from_slice(&spec.inv_freq).f_to_device(x.device())?;
-    let angles = positions.f_to_kind(Kind::Float)?.f_outer(&frequencies)?;
-    let angles = angles.f_to_kind(Kind::Double)?.f_unsqueeze(1)?;
+    let positions = positions.f_to_kind(Kind::Float)?.f_unsqueeze(-1)?;
+    let angles = positions.f_mul(&frequencies)?;
+    let angles = angles.f_to_kind(Kind::Double)?.f_unsqueeze(-2)?;
     let turn = if x.kind() == Kind::Double {
         Kind::Double
     } else {

@@ -50,6 +50,7 @@ pub(super) fn run(
             let (start, end) = (int(*first), int(first + len));
             one(Tensor::f_arange_start(start, end, (Kind::Int64, device)))
         }
+        Op::DocumentPositions { first } => one(document_positions(x(0)?, *first)),
         Op::SeenPositions { first } => one(seen_positions(x(0)?, *first)),
         Op::RelativeBuckets(spec) => one(Tensor::from_slice(&spec.indices()).f_to_device(device)),
         Op::Linear { layout, bias } => {
@@ -254,6 +255,26 @@ fn seen_positions(mask: &Tensor, first: usize) -> Outcome {
     let seen = mask.f_ne(0)?;
     let numbers = seen.f_cumsum(1, Kind::Int64)?.f_mul(&seen)?;
     numbers.f_add_scalar(int(first) - 1)
+}
+
+/// 1 where a position of `[B, S]` ids starts another document than the first: a run of equal ids.
+fn document_starts(ids: &Tensor) -> Outcome {
+    let starts = ids.f_ne_tensor(&ids.f_roll(1, 1)?)?;
+    let mut first = starts.f_narrow(1, 0, ids.size()[1].min(1))?;
+    let _ = first.f_fill_(0_i64)?;
+    starts.f_to_kind(Kind::Int64)
+}
+
+/// The number of each position's document, from 0 on.
+pub(super) fn document_numbers(ids: &Tensor) -> Outcome {
+    document_starts(ids)?.f_cumsum(1, Kind::Int64)
+}
+
+/// The number of each position in its document, from `first` on.
+fn document_positions(ids: &Tensor, first: usize) -> Outcome {
+    let positions = Tensor::f_arange(ids.size()[1], (Kind::Int64, ids.device()))?;
+    let (starts, _) = document_starts(ids)?.f_mul(&positions)?.f_cummax(1)?;
+    positions.f_sub(&starts)?.f_add_scalar(int(first))
 }
 
 /// A tensor of `x`'s shape whose elements are all `value`.

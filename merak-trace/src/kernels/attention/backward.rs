@@ -240,7 +240,7 @@ impl Block {
         let delta = self.delta(inputs);
         let scale = T::from_f64(spec.scale);
         let mut write = Write::Replace;
-        for keys in spec.tiles(&self.queries) {
+        for keys in spec.tiles(self.batch, &self.queries) {
             let k = inputs.k.block(self.batch, keys.clone(), self.kv_col, dim);
             let v = inputs.v.block(self.batch, keys.clone(), self.kv_col, dim);
             let scores = MatMut::with_row_stride(scratch.scores, rows, keys.len(), KEYS);
@@ -305,7 +305,7 @@ impl Block {
         let (spec, shape) = (inputs.spec, inputs.spec.shape);
         let lse = &inputs.lse[(self.batch * shape.q_heads + self.head) * shape.q_len..];
         for (i, query) in self.queries.clone().enumerate() {
-            let seen = clip(&spec.visible(query), tile);
+            let seen = clip(&spec.visible(self.batch, query), tile);
             let keys = tile.start + seen.start..tile.start + seen.end;
             let scores = &mut scratch.scores[i * KEYS..][..padded(tile.len())];
             let grads = &mut scratch.grads[i * KEYS..][..padded(tile.len())];

@@ -114,7 +114,7 @@ impl<T: Float> Block<'_, T> {
         let kv_col = head / (shape.q_heads / shape.kv_heads) * dim;
         let q = q.block(batch, queries.clone(), head * dim, dim);
         let mut write = Write::Replace;
-        for keys in spec.tiles(&queries) {
+        for keys in spec.tiles(batch, &queries) {
             let tile_keys = k.block(batch, keys.clone(), kv_col, dim).transposed();
             let scores = MatMut::with_row_stride(scratch.scores, queries.len(), keys.len(), KEYS);
             let scale = T::from_f64(spec.scale);
@@ -151,7 +151,7 @@ impl<T: Float> Block<'_, T> {
         let (batch, head) = self.place;
         for i in 0..self.lse.len() {
             let query = self.first + i;
-            let seen = clip(&spec.visible(query), tile);
+            let seen = clip(&spec.visible(batch, query), tile);
             let (first_key, past_key) = (tile.start + seen.start, tile.start + seen.end);
             let scores = &mut scratch.scores[i * KEYS..][..padded(tile.len())];
             scores[..seen.start].fill(T::NEG_INFINITY);

@@ -7,6 +7,7 @@ use clap::{
     error::{ContextKind, ContextValue},
 };
 use merak_ckpt::words::brief;
+use merak_mpu::names::did_you_mean;
 use std::{env, ffi::OsString, io, path::PathBuf, process::Command};
 
 /// What the ranks run.
@@ -67,10 +68,10 @@ impl Program {
         if is_program(word) {
             return Ok(Self::Other { words });
         }
-        let hint = similar(commands, word);
+        let nearest = similar(commands, word);
         Err(Unfit::Unknown {
             word: brief(&word.to_string_lossy()),
-            hint: hint.map_or_else(String::new, |name| format!(": did you mean \"{name}\"?")),
+            hint: did_you_mean(nearest.as_deref()),
         })
     }
 

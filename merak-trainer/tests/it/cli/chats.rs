@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{
     Workplace,
-    families::{gpt2, losses},
+    families::{bert, gpt2, losses},
 };
 
 const TEMPLATE: &str = "{% for message in messages %}\n{% if message.role not in ['user', 'assistant'] %}\n\
@@ -164,4 +164,70 @@ fn a_question_becomes_a_prompt_by_the_template_and_the_answer_alone_is_printed()
     assert!(refused.contains("the role system is unknown"), "{refused}");
     place.mistake(&format!("{ask} --chat --prompt-ids 1"));
     place.mistake(&format!("{ask} --system x --prompt 3?"));
+}
+
+#[test]
+fn packed_chats_learn_as_each_on_its_own_on_every_topology() {
+    let place = place(&lines(talk));
+    let mut model = gpt2();
+    model["vocab_size"] = 258.into();
+    model["n_positions"] = 80.into();
+    for dropout in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
+        model[dropout] = 0.into();
+    }
+    place.write("model.json", &model.to_string());
+    // Twelve chats for training, all in one step: each alone, or three in a sequence.
+    let alone = trained(&place, "--gradient_accumulation_steps 12");
+    assert_eq!(alone.len(), 3);
+    let packed = "--data.packing true --seq_length 80";
+    let near = |keys: &str| {
+        for (found, alone) in trained(&place, keys).iter().zip(&alone) {
+            assert!(
+                (found / alone - 1.0).abs() < 1e-4,
+                "{keys}: {found} against {alone}"
+            );
+        }
+    };
+    near(&format!("{packed} --gradient_accumulation_steps 4"));
+    for ranks in [
+        "--tp 2",
+        "--pp 2",
+        "--sp 2",
+        "--dp 2 --zero_stage 3",
+        "--tp 2 --sequence_parallel true",
+    ] {
+        let steps = if ranks.contains("dp") { 2 } else { 4 };
+        near(&format!(
+            "{packed} --gradient_accumulation_steps {steps} {ranks}"
+        ));
+    }
+    // Longer than a sequence: cut as without packing.
+    let cut = trained(&place, "--gradient_accumulation_steps 12 --seq_length 24");
+    let packed = "--data.packing true --seq_length 24 --gradient_accumulation_steps 12";
+    for (found, alone) in trained(&place, packed).iter().zip(&cut) {
+        assert!(
+            (found / alone - 1.0).abs() < 1e-5,
+            "{found} against {alone}"
+        );
+    }
+}
+
+#[test]
+fn packing_parts_the_texts_of_a_stream_and_is_refused_elsewhere() {
+    let place = place(&lines(talk));
+    let text = |i: usize| json!({ "text": format!("text number {i}") });
+    place.write("chats.jsonl", &lines(text));
+    let (plain, parted) = (trained(&place, ""), trained(&place, "--data.packing true"));
+    assert_ne!(plain, parted);
+    assert!(parted.iter().all(|loss| loss.is_finite()), "{parted:?}");
+
+    let mistake =
+        |keys: &str| place.mistake(&format!("train merak.toml --data.packing true {keys}"));
+    place.write("bert.json", &bert("BertForMaskedLM").to_string());
+    insta::assert_snapshot!(mistake("--model.config bert.json"), @r#"error: "data.packing" is true (command line --data.packing), but must be false, its default: it does nothing for this bert model for masked language modelling on such data"#);
+    let endless = json!({ "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": { "type": "Whitespace" }, "post_processor": null, "decoder": null,
+        "model": { "type": "WordLevel", "vocab": { "text": 0, "[UNK]": 1 }, "unk_token": "[UNK]" } });
+    place.write("endless.json", &endless.to_string());
+    insta::assert_snapshot!(mistake("--data.tokenizer endless.json --seq_length 8"), @r#"error: "data.packing" parts documents by the token that ends one, which endless.json does not have: leave "data.packing" out, or add such a token to the tokenizer, such as <|endoftext|>"#);
 }

@@ -538,8 +538,7 @@ fn a_family_fed_with_another_kind_of_data_says_what_it_learns() {
     };
     let classifier = bert("BertForSequenceClassification");
     assert_snapshot!(refused(&classifier, "text", ""), @r#"error: this bert model is for sequence classification, for which "data.format" text has nothing: choose jsonl, csv, tsv, parquet or tensors (merak.toml:16)"#);
-    assert_snapshot!(refused(&vit(), "jsonl", ""), @r#"error: this vit model is for image classification, for which "data.format" jsonl has nothing: choose tensors (merak.toml:16)"#);
-    assert_snapshot!(refused(&t5(), "images", ""), @r#"error: "data.format" "images" (merak.toml:16) is not available in this version: choose text, jsonl, csv, tsv, parquet, tensors or tokens"#);
+    assert_snapshot!(refused(&vit(), "jsonl", ""), @r#"error: this vit model is for image classification, for which "data.format" jsonl has nothing: choose images or tensors (merak.toml:16)"#);
     assert_snapshot!(refused(&gpt2(), "tensors", "--data.path none"), @r#"error: "data.path" is not set: "data.format" tensors needs a file or folder"#);
     assert_snapshot!(refused(&gpt2(), "tensors", ""), @r#"error: cannot use the tensors of text: the folder has no .safetensors file ("data.path", merak.toml:15)"#);
     assert_snapshot!(refused(&gpt2(), "tensors", "--data.path model.json"), @"error: cannot read model.json: its header has 6875982213128462971 bytes, expected at most 81");
@@ -593,7 +592,7 @@ fn tensors_that_do_not_fit_are_named_with_what_the_model_reads() {
     let of = |name, values: Vec<usize>| (name, Dtype::I64, vec![4, values.len() / 4], i64s(values));
     let ids = of("input_ids", (0..16).collect());
     assert_snapshot!(refused(&gpt2(), &[of("input_ids", vec![64; 16])]), @r#"error: "input_ids" of sample 0 has the value 64, but this gpt2 model takes 0 to 63"#);
-    assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("labels", (0..16).collect())]), @r#"error: "labels" repeat "input_ids", but a label of this gpt2 model stands at the position that predicts it, one to the left: leave "labels" out, and they are made of "input_ids""#);
+    assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("labels", (0..16).collect())]), @r#"error: "labels" repeat "input_ids", but a label of this gpt2 model stands at the position that predicts it, one to the left: leave "labels" out, and they are made of "input_ids", or set "shift_labels""#);
     let twos = of("attention_mask", vec![2; 16]);
     assert_snapshot!(refused(&gpt2(), &[ids.clone(), twos]), @r#"error: "attention_mask" of sample 0 has the value 2, but this gpt2 model takes 0 to 1"#);
     assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("position_ids", (0..16).collect())]), @r#"error: the data give "position_ids", which this gpt2 model does not read: leave it out of the files, which may have input_ids, labels, attention_mask"#);

@@ -367,7 +367,7 @@ fn a_training_that_is_killed_goes_on_from_its_last_checkpoint() {
 fn a_command_that_cannot_be_launched_is_refused_with_what_can() {
     let place = Workplace::new();
     let told = |line: &str| place.mistake(&format!("launch {line}"));
-    assert_snapshot!(told("-n 2 -- trian merak.toml"), @r#"error: "trian" is neither a command of merak nor a program that is found: did you mean "train"?"#);
+    assert_snapshot!(told("-n 2 -- trian merak.toml"), @r#"error: "trian" is neither a command of merak nor a program that is found; did you mean "train"?"#);
     assert_snapshot!(told("-n 2 -- ./no-program"), @r#"error: "./no-program" is neither a command of merak nor a program that is found"#);
     assert_snapshot!(told("-n 2 -- launch -n 2 -- train"), @"error: `merak launch` starts other commands, not itself");
     assert_snapshot!(told("-n 2 -- merak"), @"error: no command behind the options: write merak launch -n 2 -- train CONFIG");

@@ -28,7 +28,7 @@ fn a_dry_run_prints_the_plan_and_writes_nothing() {
     segments by farthest_min_deps: 1644 parameters a segment for 8 segments, 11 candidate cuts
     stages by uniform: 10 segments as 5 + 5; the longest forward is 1.36 times the mean
     tied transformer.wte.weight: stage 0 owns it, copies on 1
-    memory    at least 2.63 MiB: of all ranks (4) weights take 121 KiB, gradients 121 KiB, optimizer state 242 KiB, activations 405 KiB, threads and programs 1.75 MiB, the data 7.64 KiB
+    memory    at least 2.67 MiB: of all ranks (4) weights take 121 KiB, gradients 121 KiB, optimizer state 242 KiB, activations 453 KiB, threads and programs 1.75 MiB, the data 7.64 KiB
     "#);
     assert!(!place.path("run").exists());
     assert_eq!(

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::{
     Workplace,
-    families::{Tensors, bert, gpt2, i64s, images, place, t5, vit, write_tensors},
+    families::{Tensors, bert, gpt2, i64s, images, losses, place, t5, vit, write_tensors},
 };
 
 fn refused(model: &Value, tensors: &Tensors<'_>) -> String {
@@ -183,4 +183,28 @@ fn the_byte_vocabulary_keeps_bytes_that_are_no_utf8_from_files_to_generated_text
         let output = place.command(&line).output().expect("the command starts");
         assert!(output.stdout.starts_with(b"caf\xe9"), "{:?}", output.stdout);
     }
+}
+
+#[test]
+fn labels_of_hugging_face_are_shifted_when_asked_and_end_with_their_document() {
+    let place = place(&gpt2(), "tensors", "a.safetensors");
+    let of = |name, values: Vec<usize>| (name, Dtype::I64, vec![24, 8], i64s(values));
+    let ids = of("input_ids", (0..192).map(|i| i * i % 61).collect());
+    let labels = of("labels", (0..192).map(|i| i * i % 61).collect());
+    let documents = of("document_ids", (0..192).map(|i| i % 8 / 3).collect());
+    let trained = |tensors: &Tensors<'_>, keys: &str| {
+        write_tensors(&place.path("a.safetensors"), tensors);
+        let keys = format!("--overwrite_output_dir --max_steps 2 {keys}");
+        place.succeed(&format!("train merak.toml {keys}"));
+        losses(&place)
+    };
+    let shifts = "--shift_labels true";
+    let made = trained(std::slice::from_ref(&ids), "");
+    assert_eq!(trained(&[ids.clone(), labels.clone()], shifts), made);
+    let parted = trained(&[ids.clone(), documents.clone()], "");
+    assert_ne!(parted, made);
+    assert_eq!(trained(&[ids.clone(), labels, documents], shifts), parted);
+
+    write_tensors(&place.path("a.safetensors"), &[ids]);
+    assert_snapshot!(place.mistake("train merak.toml --shift_labels true"), @r#"error: "shift_labels" moves the "labels" of the data, which have none: leave it out, and labels are made of "input_ids""#);
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use insta::assert_snapshot;
 use merak_trainer::{
     MerakTrainer, Result,
-    data::{Dataset, LABELS, Sample, SampleTensor},
+    data::{Dataset, LABELS, Names, Sample, SampleTensor},
 };
 
 use crate::support::{Case, Tokens, assert_close_losses, assert_same_bits, numbers};
@@ -90,6 +90,57 @@ fn middle_stages_read_no_data() {
     // 8 samples on the first stage, which reads the inputs, and 8 on the last, which reads the
     // labels.
     assert_eq!(recorder.take().len(), 16);
+}
+
+/// Notes the tensors that are read.
+#[derive(Debug, Clone, Default)]
+struct Columns(Arc<Mutex<Vec<String>>>);
+
+impl Columns {
+    fn read(&self, sample: &Sample) {
+        let mut read = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        read.extend(sample.keys().cloned());
+    }
+}
+
+impl Dataset for Columns {
+    fn len(&self) -> usize {
+        TOKENS.len()
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        let sample = Crowded.get(index)?;
+        self.read(&sample);
+        Ok(sample)
+    }
+
+    fn get_tensors(&self, index: usize, _epoch: u64, names: &Names) -> Result<Option<Sample>> {
+        let mut sample = Crowded.get(index)?;
+        sample.retain(|name, _| names.contains(name));
+        self.read(&sample);
+        Ok(Some(sample))
+    }
+}
+
+#[test]
+fn stages_ask_for_the_tensors_that_they_read_alone() {
+    let case = Case::gpt2().on((1, 1, 2));
+    let whole = case.run(2);
+    let columns = Columns::default();
+    let split = case.with("split_inputs", true);
+    let found = split.clone().with_data(columns.clone()).run(2);
+    assert_same_bits(&found, &whole, "split inputs");
+    let take = || std::mem::take(&mut *columns.0.lock().unwrap_or_else(PoisonError::into_inner));
+    take();
+    let stages = split.clone().with_data(columns.clone());
+    stages.on_ranks(MerakTrainer::train_step);
+    let read = take();
+    let of = |name: &str| read.iter().filter(|read| *read == name).count();
+    // Of 8 samples the first stage reads the tokens, the last the labels.
+    assert_eq!((of("input_ids"), of("labels")), (8, 8));
+    assert_eq!((of("hints"), of("zebra")), (0, 0));
+    // A data set that reads whole samples gives the same.
+    assert_same_bits(&split.with_data(Crowded).run(2), &whole, "whole samples");
 }
 
 /// The same samples with other tensors beside them.

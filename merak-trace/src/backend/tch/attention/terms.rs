@@ -1,6 +1,6 @@
 //! Terms added to attention scores: minus infinity for hidden keys, and biases.
 
-use super::{Outcome, Sizes, stat_kind, tensor};
+use super::{Outcome, Sizes, document_numbers, stat_kind, tensor};
 use crate::{
     Result, Value,
     op::{self, AttentionOptions},
@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 /// The optional operands of an attention.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Terms<'a> {
-    /// `[B, Sk]`: 0 hides a key.
+    /// `[B, Sk]`: 0 hides a key; or the ids of documents.
     seen: Option<&'a Tensor>,
     /// `[R, H]`, and the row for each query and key, `[Sq, Sk]`.
     pub(super) table: Option<[&'a Tensor; 2]>,
@@ -80,9 +80,14 @@ impl<'a> Terms<'a> {
             add(bias.f_to_kind(like.kind())?.f_contiguous()?)?;
         }
         if let Some(seen) = self.seen {
-            let hides = seen
-                .f_eq(0_i64)?
-                .f_reshape([sizes.batch, 1, 1, sizes.k_len])?;
+            let hides = if spec.documents {
+                let numbers = document_numbers(seen)?.f_unsqueeze(1)?;
+                let of_queries = numbers.f_unsqueeze(3)?;
+                of_queries.f_ne_tensor(&numbers.f_unsqueeze(2)?)?
+            } else {
+                let hides = seen.f_eq(0_i64)?;
+                hides.f_reshape([sizes.batch, 1, 1, sizes.k_len])?
+            };
             let zeros = Tensor::f_zeros(hides.size(), (like.kind(), like.device()))?;
             add(zeros.f_masked_fill(&hides, f64::NEG_INFINITY)?)?;
         }
