@@ -34,7 +34,7 @@ struct SideBySide;
 
 impl SideBySide {
     fn layer(layer: &fx::Module, x: &fx::Symbol) -> merak_trace::Result<fx::Symbol> {
-        // A layer's name is its path: the lists below choose layers by the end of it.
+        // A layer's name is its path: the lists below choose layers by a part of it.
         let linear = |name: &str, x: &fx::Symbol, out: usize| {
             let own = layer.sub(name);
             own.linear(x, out, WeightLayout::OutIn, false, INIT)
@@ -48,9 +48,7 @@ impl SideBySide {
             head_dim,
             scale: 1.0 / (head_dim as f64).sqrt(),
             causal: true,
-            window: None,
-            documents: false,
-            dropout: None,
+            ..Attention::default()
         };
         let mixed = layer.sub("attn").attention(&q?, &k?, &v?, &spec, 0.0)?;
         let bent = layer.activation(&linear("up", &normed, 4 * WIDTH)?, Activation::GeluTanh)?;

@@ -69,6 +69,14 @@
 //! backward: all_to_all                                                 all_to_all
 //! ```
 //!
+//! By [`SequenceMethod::AllGather`] a rank keeps its queries and gathers keys and values, so that
+//! there may be more ranks than heads:
+//!
+//! ```text
+//! k, v [B, S/N, H] ──► all_gather ──► [B, S, H] ──► attention of q [B, S/N, H] ──► [B, S/N, H]
+//! backward: reduce_scatter
+//! ```
+//!
 //! Every rank has all parameters and a summand of each gradient.
 //!
 //! # Guarantees
@@ -98,7 +106,7 @@ pub use error::{Error, Result};
 pub use lists::{
     LayerLists, Mapping, SplitKind, default_lists, set_tp_layer_lists, tp_layer_lists,
 };
-pub use options::{Options, Sequence};
+pub use options::{Options, Sequence, SequenceMethod};
 pub use report::{CollectiveBytes, Gather, KeptWhole, Report, SplitModule};
 pub use rewriter::{Rewritten, cuts, cuts_with, rewrite, rewrite_with};
 pub use traffic::{LayerTraffic, Traffic};

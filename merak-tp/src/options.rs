@@ -23,6 +23,19 @@ pub enum Sequence {
     },
 }
 
+/// How the attentions of a cut sequence see what other ranks have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SequenceMethod {
+    /// The heads are shared out between an all-to-all before and one after each attention ([Jacobs
+    /// et al. 2023](https://arxiv.org/abs/2309.14509)): at most as many ranks as heads.
+    #[default]
+    Ulysses,
+    /// Each rank gathers the keys and values of all positions for the queries of its own ([Dubey et
+    /// al. 2024](https://arxiv.org/abs/2407.21783), section 3.3.2): any number of ranks, of which
+    /// the last see most keys.
+    AllGather,
+}
+
 /// What is split, over how many ranks, and how values between the split regions lie.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
@@ -39,6 +52,8 @@ pub struct Options {
     pub vocab: Option<usize>,
     /// How values between the split regions lie.
     pub sequence: Sequence,
+    /// How the attentions of a cut sequence see what other ranks have.
+    pub(crate) method: SequenceMethod,
 }
 
 impl Options {
@@ -51,18 +66,24 @@ impl Options {
             lists: LayerLists::default(),
             vocab: None,
             sequence: Sequence::Whole,
+            method: SequenceMethod::Ulysses,
         }
     }
 
-    /// A cut of all work along the sequence over `degree` ranks of the sequence axis, with the
-    /// heads of each attention shared out between an all-to-all before and one after it ([Jacobs et
-    /// al. 2023](https://arxiv.org/abs/2309.14509)). A split over the tensor axis comes first.
-    pub fn ulysses(degree: usize, sequence: Sequence) -> Self {
+    /// A cut of all work along the sequence over `degree` ranks of the sequence axis. A split over
+    /// the tensor axis comes first.
+    pub fn along_sequence(degree: usize, sequence: Sequence, method: SequenceMethod) -> Self {
         Self {
             axis: Axis::Sequence,
             sequence,
+            method,
             ..Self::new(degree)
         }
+    }
+
+    /// The same by [`SequenceMethod::Ulysses`].
+    pub fn ulysses(degree: usize, sequence: Sequence) -> Self {
+        Self::along_sequence(degree, sequence, SequenceMethod::Ulysses)
     }
 
     /// The same with the layers of these lists.

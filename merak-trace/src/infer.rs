@@ -401,7 +401,8 @@ fn attention_options<'a>(
         )?;
     }
     ensure(
-        !spec.documents || options.seen.is_some() && q.shape[1] == k.shape[1],
+        !spec.documents
+            || options.seen.is_some() && (q.shape[1] == k.shape[1] || spec.queries.is_some()),
         || format!("documents need an id for each of as many queries {q} as keys {k}"),
     )?;
     let Some(table) = options.table else {

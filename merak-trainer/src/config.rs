@@ -47,7 +47,7 @@ pub use self::{
     checked::CheckedArguments,
     choice::{
         BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, HalfPrecision,
-        Offload, PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
+        Offload, PartitionMethod, RecomputeMode, ReportTo, SpMethod, TraceMethod,
     },
     help::{key_help, key_page},
     inputs::{InputPaths, Mixture, MixturePart},

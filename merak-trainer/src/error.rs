@@ -8,7 +8,7 @@ mod plan;
 mod resume;
 mod words;
 
-use self::words::{at_scale, of_layer_lists, or_scale, sides_of, stages_of, with_key_and_place};
+use self::words::{at_scale, of_a_split, or_scale, sides_of, stages_of, with_key_and_place};
 pub use self::{
     config::ConfigError, data::DataError, folder::FolderError, plan::PlanError,
     resume::ResumeError, words::StepPart,
@@ -149,7 +149,7 @@ pub enum Error {
     #[error(transparent)]
     Model(Box<merak_trace::Error>),
     /// The tensor-parallel rewrite refused.
-    #[error("{error}{advice}", error = .0, advice = of_layer_lists(.0))]
+    #[error("{error}{advice}", error = .0, advice = of_a_split(.0))]
     TensorParallel(Box<merak_tp::Error>),
     /// The model cannot be cut as asked.
     #[error(transparent)]

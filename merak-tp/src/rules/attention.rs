@@ -1,7 +1,7 @@
 //! Operations on packed heads.
 
 use super::{Need, NodePlacement, Site};
-use crate::{Error, Result, error::divisors};
+use crate::{Error, Result, SequenceMethod, error::divisors};
 use merak_trace::{
     Axis, Op, Placement, Shard,
     op::{Attention, AttentionOptions, AxisSlice, DropoutSpec, Rope},
@@ -26,7 +26,13 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
         // A table of biases is a parameter, and every rank of this axis has all of them.
         Axis::Sequence => {
             let all_cut = along(SEQUENCE).all(|shard| shard.is_some());
-            (all_cut && options.table.is_none(), site.shard(0).cloned())
+            let is_split = all_cut && options.table.is_none();
+            if let (true, SequenceMethod::AllGather, Some(shard)) =
+                (is_split, site.options.method, site.shard(0))
+            {
+                return Ok(of_own_queries(site, spec, shard, options));
+            }
+            (is_split, site.shard(0).cloned())
         }
         _ => (along(PACKED).any(|shard| shard.is_some()), None),
     };
@@ -61,6 +67,32 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
         turns,
         ..NodePlacement::new(needs, op, results)
     })
+}
+
+/// Each rank computes its own positions of all heads, from the keys and values of all positions.
+fn of_own_queries(
+    site: &Site<'_>,
+    spec: &Attention,
+    shard: &Shard,
+    options: AttentionOptions,
+) -> NodePlacement {
+    let positions = site.types[0].shape[SEQUENCE];
+    let slice = AxisSlice {
+        axis: site.options.axis,
+        dim: SEQUENCE,
+        full: positions,
+    };
+    let op = Op::Attention(Attention {
+        queries: (!site.options.is_whole()).then_some(slice),
+        ..spec.clone()
+    });
+    let mut needs = vec![Need::Cut(shard.clone()), Need::Copied, Need::Copied];
+    needs.extend(options.seen.map(|_| Need::Whole));
+    let results = [
+        Placement::Shard(shard.clone()),
+        Placement::shard(2, positions),
+    ];
+    NodePlacement::new(needs, op, results)
 }
 
 /// The dropout of a rank's share of the heads, if there is a form for it.

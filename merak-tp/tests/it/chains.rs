@@ -167,6 +167,7 @@ fn heads(kv_heads: usize) -> Attention {
         causal: true,
         window: None,
         documents: false,
+        queries: None,
         dropout: None,
     }
 }

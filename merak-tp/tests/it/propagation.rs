@@ -416,6 +416,7 @@ fn spec(heads: usize, kv_heads: usize) -> Attention {
         causal: true,
         window: None,
         documents: false,
+        queries: None,
         dropout: None,
     }
 }

@@ -229,6 +229,7 @@ pub(crate) fn sequence_first() -> Graph {
             causal: true,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let mixed = by_sample(&module.attention(&q?, &k?, &v?, &spec, 0.1)?)?;

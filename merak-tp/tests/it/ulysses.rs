@@ -8,7 +8,8 @@ use crate::{
 };
 use merak_mpu::Degrees;
 use merak_tp::{
-    Error, LayerTraffic, Options, Rewritten, Sequence, Traffic, default_lists, rewrite_with,
+    Error, LayerTraffic, Options, Rewritten, Sequence, SequenceMethod, Traffic, default_lists,
+    rewrite_with,
 };
 use merak_trace::{
     Axis, DType, Graph, Op, RecomputePlan, StageCuts, StageProgram,
@@ -49,10 +50,25 @@ fn degrees(tp: usize, sp: usize) -> Degrees {
     }
 }
 
-/// Checks training on `sp` ranks for each of the tensor axis, and forwards of whole sequences.
+/// Checks training on `sp` ranks for each of the tensor axis, and forwards of whole sequences, by
+/// both methods.
 #[track_caller]
 fn check(config: &Json, options: &TraceOptions, tensor: &Options, sp: usize) {
-    let (whole, cut) = split(config, options, tensor, &Options::ulysses(sp, CUT));
+    for method in [SequenceMethod::Ulysses, SequenceMethod::AllGather] {
+        check_by(method, config, options, tensor, sp);
+    }
+}
+
+#[track_caller]
+fn check_by(
+    method: SequenceMethod,
+    config: &Json,
+    options: &TraceOptions,
+    tensor: &Options,
+    sp: usize,
+) {
+    let along = |sequence| Options::along_sequence(sp, sequence, method);
+    let (whole, cut) = split(config, options, tensor, &along(CUT));
     let cut = cut.expect("the sequence can be cut");
     assert!(cut.report.gathers.is_empty(), "{}", cut.report);
     let degrees = degrees(tensor.degree, sp);
@@ -62,7 +78,7 @@ fn check(config: &Json, options: &TraceOptions, tensor: &Options, sp: usize) {
         whole => whole,
     };
     let tensor = tensor.clone().with_sequence(whole_sequences);
-    let (_, alike) = split(config, options, &tensor, &Options::ulysses(sp, LIKE));
+    let (_, alike) = split(config, options, &tensor, &along(LIKE));
     let alike = alike.expect("nothing is cut").graph;
     assert_eq!(alike.nodes().len(), cut.graph.nodes().len());
     for (a, b) in alike.nodes().iter().zip(cut.graph.nodes()) {
@@ -89,6 +105,45 @@ fn decoders_with_dropout_tied_and_untied_heads() {
         check(&llama(1, 1, 0.1), &options(8), &Options::new(1), sp);
     }
     check(&gpt2(1, 0.0, false), &options(6), &Options::new(1), 2);
+}
+
+#[test]
+fn more_ranks_than_heads_gather_keys_and_values() {
+    let mut one = gpt2(1, 0.1, true);
+    one["n_head"] = 1.into();
+    let windowed = |window: usize| {
+        let mut config = llama(1, 1, 0.1);
+        config["model_type"] = "mistral".into();
+        config["sliding_window"] = window.into();
+        config
+    };
+    for config in [one, llama(1, 2, 0.1), windowed(3), windowed(1)] {
+        let gather = SequenceMethod::AllGather;
+        check_by(gather, &config, &options(8), &Options::new(1), 8);
+        for visible in [Visible::Unpadded, Visible::Document] {
+            let options = TraceOptions {
+                visible,
+                ..options(12)
+            };
+            check_by(gather, &config, &options, &Options::new(1), 3);
+        }
+    }
+}
+
+#[test]
+fn gathered_attention_has_four_collectives_of_each_layer() {
+    let one = Options::new(1);
+    let gather = Options::along_sequence(4, CUT, SequenceMethod::AllGather);
+    let (_, cut) = split(&gpt2(1, 0.0, true), &options(8), &one, &gather);
+    let cut = cut.expect("the sequence can be cut").graph;
+    let cuts = StageCuts::whole(&cut);
+    let program = StageProgram::training(&cut, &cuts, 0, &RecomputePlan::default());
+    let program = program.expect("operations have gradients");
+    let nodes = program.graph.nodes().iter();
+    let count = |name: &str| nodes.clone().filter(|node| node.op.name() == name).count();
+    // Keys and values are gathered once, their gradients summed once.
+    assert_eq!((count("all_gather"), count("reduce_scatter")), (2, 2));
+    assert_eq!(count("all_to_all"), 0);
 }
 
 #[test]

@@ -147,12 +147,14 @@ pub struct AttentionSpec<'a, T> {
     pub shape: AttentionShape,
     /// Factor of the scores, usually `head_dim^(-1/2)`.
     pub scale: f64,
-    /// Query i sees the keys up to `i + Sk - Sq`.
+    /// The place of query 0 among the keys; unset: `Sk - Sq`.
+    pub first_query: Option<usize>,
+    /// Query i sees the keys up to its own place.
     pub causal: bool,
-    /// Query i sees keys less than this far before `i + Sk - Sq` (unless causal, also after it).
+    /// Query i sees keys less than this far before its own place (unless causal, also after it).
     pub window: Option<usize>,
-    /// The keys of each query's document, `[B, S]`; they begin and end no earlier for a later
-    /// query. Others are hidden.
+    /// The keys of the document at each key, `[B, Sk]`; they begin and end no earlier for a later
+    /// one. A query sees those at its own place.
     pub documents: Option<&'a [Range<usize>]>,
     /// Added to the scores.
     pub mask: Option<AttentionMask<'a, T>>,
@@ -169,6 +171,7 @@ impl<T: Float> AttentionSpec<'_, T> {
         Self {
             shape,
             scale: 1.0 / (shape.head_dim as f64).sqrt(),
+            first_query: None,
             causal: false,
             window: None,
             documents: None,
@@ -191,21 +194,24 @@ impl<T: Float> AttentionSpec<'_, T> {
     /// Keys that a query of a sample sees, without regard to the additive mask.
     fn visible(&self, batch: usize, query: usize) -> Range<usize> {
         let AttentionShape { q_len, k_len, .. } = self.shape;
-        // One past the position of the query among the keys, plus the number of queries.
-        let shifted = query + 1 + k_len;
-        let past_self = shifted.saturating_sub(q_len);
+        // One past the place of the query among the keys, plus `before`.
+        let (shifted, before) = match self.first_query {
+            Some(first) => (query + 1 + first, 0),
+            None => (query + 1 + k_len, q_len),
+        };
+        let past_self = shifted.saturating_sub(before);
         let window = self.window.unwrap_or(usize::MAX);
         let end = if self.causal {
             past_self
         } else {
-            shifted.saturating_add(window).saturating_sub(q_len + 1)
+            shifted.saturating_add(window).saturating_sub(before + 1)
         };
         let end = end.min(k_len);
         let start = past_self.saturating_sub(window).min(end);
         match self.documents {
             None => start..end,
             Some(documents) => {
-                let document = &documents[batch * q_len + query];
+                let document = &documents[batch * k_len + past_self - 1];
                 let end = end.min(document.end);
                 start.max(document.start).min(end)..end
             }
@@ -263,8 +269,12 @@ impl<T: Float> AttentionSpec<'_, T> {
         row: &mut [T],
     ) {
         let AttentionShape { q_len, k_len, .. } = self.shape;
+        let (queries, query) = match self.first_query {
+            Some(first) => (k_len, first + query),
+            None => (q_len, query),
+        };
         let head = place.first_head + head as u64;
-        let element = (head * q_len as u64 + query as u64) * k_len as u64 + first_key as u64;
+        let element = (head * queries as u64 + query as u64) * k_len as u64 + first_key as u64;
         mask.apply(place.first_sample + batch as u64, element, row);
     }
 }

@@ -88,6 +88,7 @@ impl Encoder {
             causal: false,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let terms = AttentionTerms { seen, bias: None };

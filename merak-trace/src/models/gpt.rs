@@ -78,6 +78,7 @@ impl Gpt {
             causal: true,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let mixed = attn.attention(&q?, &k?, &v?, &spec, self.dropout)?;

@@ -131,6 +131,7 @@ impl Gpt2 {
             causal: true,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let mixed = attn.attention(&parts[0], &parts[1], &parts[2], &spec, self.attn_pdrop)?;

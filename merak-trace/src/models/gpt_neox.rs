@@ -144,6 +144,7 @@ impl GptNeoX {
             causal: true,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let mixed = attn.attention(&turn(&q)?, &turn(&k)?, &v, &spec, self.attention_dropout)?;

@@ -166,6 +166,7 @@ impl Llama {
             causal: true,
             window: self.windows[index],
             documents: false,
+            queries: None,
             dropout: None,
         };
         let mixed = attn.attention(&q, &k, &v, &spec, self.attention_dropout)?;

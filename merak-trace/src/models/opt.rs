@@ -180,6 +180,7 @@ impl Opt {
             causal: true,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let mixed = attn.attention(&q, &k, &v, &spec, self.attention_dropout)?;

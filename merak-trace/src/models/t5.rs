@@ -184,6 +184,7 @@ impl T5 {
             causal,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let mixed = attn.attention_with([&q, &k, &v], terms, &spec, self.dropout)?;

@@ -150,7 +150,9 @@ impl Shapes<'_> {
         let size = |operand: usize, dim: usize| {
             self.graph.ty(self.node.inputs[operand]).shape[dim] as u128
         };
-        let (batch, queries, keys) = (size(q, 0), size(q, 1), size(q + 1, 1));
+        let (batch, own, keys) = (size(q, 0), size(q, 1), size(q + 1, 1));
+        // Slices of queries take their share of all: those of the last rank see most keys.
+        let queries = if spec.queries.is_some() { keys } else { own };
         let most = spec.window.map_or(keys, |window| keys.min(window as u128));
         let seen = if spec.causal {
             // Query i of Q sees keys up to K - Q + i: sums of min(n, most) over the last Q numbers
@@ -163,6 +165,7 @@ impl Shapes<'_> {
         } else {
             queries * most
         };
+        let seen = seen.saturating_mul(own) / queries.max(1);
         (batch * spec.heads as u128).saturating_mul(seen)
     }
 
@@ -232,6 +235,7 @@ mod tests {
             causal,
             window,
             documents: false,
+            queries: None,
             dropout: None,
         };
         graph

@@ -133,7 +133,7 @@ impl DropoutSpec {
 }
 
 /// Scaled dot-product attention over packed heads.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Attention {
     /// Query heads in the local tensors.
     pub heads: usize,
@@ -151,6 +151,9 @@ pub struct Attention {
     /// a run of equal ids is a document. An id of 0 hides nothing then.
     #[serde(default)]
     pub documents: bool,
+    /// The slice of the sequence that the queries are, where ranks share it and each has all keys.
+    #[serde(default)]
+    pub queries: Option<AxisSlice>,
     /// Dropout of the probabilities; `slice` refers to the heads (dimension 1 of `[B, H, S, S]`).
     pub dropout: Option<DropoutSpec>,
 }
@@ -166,6 +169,14 @@ pub struct AttentionOptions {
     pub seen: Option<usize>,
     /// Position of `table`; `index` is the next.
     pub table: Option<usize>,
+}
+
+impl Attention {
+    /// The place of the first of `queries` among the keys of the rank at `place`, where the queries
+    /// are a slice; otherwise the last queries stand at the last keys.
+    pub fn first_query(&self, place: Coord, queries: usize) -> Option<usize> {
+        self.queries.map(|slice| slice.own(place, queries).start)
+    }
 }
 
 impl AttentionOptions {

@@ -450,6 +450,7 @@ fn odd_sizes_agree_for_attention_and_lookups() {
             causal,
             window,
             documents: false,
+            queries: None,
             dropout,
         };
         let kv = t(&[2, len, kv_heads * head_dim]);
@@ -457,11 +458,8 @@ fn odd_sizes_agree_for_attention_and_lookups() {
         check("attention", &operands, &[], &Op::Attention(spec));
 
         let positions: Vec<i64> = (5..).take(len).collect();
-        let positions = [(
-            "positions",
-            TensorType::new([len], DType::I64),
-            &positions[..],
-        )];
+        let numbered = TensorType::new([len], DType::I64);
+        let positions = [("positions", numbered, &positions[..])];
         let rope = Rope {
             head_dim,
             inv_freq: vec![1.0, 0.05][..head_dim / 4].to_vec(),
@@ -509,6 +507,7 @@ fn odd_sizes_agree_for_attention_with_hidden_keys_and_biases() {
             causal,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let buckets = RelativeBuckets {
@@ -563,6 +562,7 @@ fn documents_agree_with_windows_biases_and_dropout() {
             causal,
             window,
             documents: true,
+            queries: None,
             dropout: None,
         };
         let buckets = RelativeBuckets {
@@ -661,6 +661,7 @@ fn what_is_no_number_spreads_alike_in_attention_and_losses() {
             causal: false,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let qkv = [t(&[2, 3, 9]), t(&[2, 3, 9]), t(&[2, 3, 9])];

@@ -145,6 +145,7 @@ impl Cases {
             causal: false,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let buckets = RelativeBuckets {

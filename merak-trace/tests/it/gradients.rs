@@ -350,6 +350,7 @@ fn attention() {
             causal,
             window,
             documents: false,
+            queries: None,
             dropout,
         };
         let operands = [
@@ -377,6 +378,7 @@ fn attention_with_hidden_keys_and_a_table_of_relative_positions() {
             causal,
             window: None,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let buckets = RelativeBuckets {

@@ -69,6 +69,7 @@ const ATTENTION: Attention = Attention {
     causal: false,
     window: None,
     documents: false,
+    queries: None,
     dropout: None,
 };
 

@@ -156,6 +156,7 @@ impl Shape {
             causal: self.causal,
             window: self.window,
             documents: false,
+            queries: None,
             dropout: None,
         };
         let mask: Vec<_> = (0..self.batch * self.k_len)
@@ -244,6 +245,7 @@ fn check_biased(q_len: usize, k_len: usize, causal: bool, p: f64) {
         causal,
         window: None,
         documents: false,
+        queries: None,
         dropout: None,
     };
     let buckets = RelativeBuckets {
@@ -295,6 +297,7 @@ fn attentions_with_dropout_of_any_shape() {
             causal: true,
             window: None,
             documents: false,
+            queries: None,
             dropout: Some(DropoutSpec {
                 p,
                 key: 5,

@@ -78,10 +78,10 @@ fn model_files(
         model_files.push(("tokenizer.json".to_owned(), json));
     }
     model_files.extend(companions(args)?);
-    // The template in use, so that a checkpoint alone makes the same prompts.
-    if let Some(template) = Source::chat_template(&args.data)? {
-        model_files.retain(|(name, _)| *name != template.0);
-        model_files.push(template);
+    // The template in use and its special tokens, so that a checkpoint alone makes the same prompts.
+    for file in Source::prompt_files(&args.data)? {
+        model_files.retain(|(name, _)| *name != file.0);
+        model_files.push(file);
     }
     Ok(model_files)
 }

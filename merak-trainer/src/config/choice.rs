@@ -4,6 +4,7 @@ use std::fmt;
 
 use merak_mpu::EngineKind;
 use merak_mpu::names::nearest;
+use merak_tp::SequenceMethod;
 use merak_trace::Units;
 use serde_json::Value;
 
@@ -119,6 +120,26 @@ choices! {
         Budget = "budget",
     }
     later []
+}
+
+choices! {
+    /// How the attentions of a sequence that ranks share see what other ranks have.
+    SpMethod {
+        /// Each rank has its heads of all positions, between two all-to-alls.
+        Ulysses = "ulysses",
+        /// Each rank gathers the keys and values of all positions for the queries of its own.
+        AllGather = "all_gather",
+    }
+    later ["ring"]
+}
+
+impl From<SpMethod> for SequenceMethod {
+    fn from(method: SpMethod) -> Self {
+        match method {
+            SpMethod::Ulysses => Self::Ulysses,
+            SpMethod::AllGather => Self::AllGather,
+        }
+    }
 }
 
 choices! {

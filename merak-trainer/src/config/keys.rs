@@ -12,7 +12,7 @@ use merak_zero::{
 use super::{
     choice::{
         BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, HalfPrecision,
-        Offload, PartitionMethod, RecomputeMode, ReportTo, TraceMethod,
+        Offload, PartitionMethod, RecomputeMode, ReportTo, SpMethod, TraceMethod,
     },
     inputs::{InputPaths, Mixture},
     key::{Key, settings},
@@ -78,10 +78,13 @@ settings! {
         /// Dimension of hidden states that holds the sequence: 1 for those of all families, 0 for
         /// models of your own that put the sequence first.
         sequence_dim: usize [at_least 0, at_most 1] = 1,
-        /// Ranks that share each sequence: all work is cut along it, and within attention each rank
-        /// has its heads of all positions (Ulysses). They must divide the length and the heads of a
-        /// tensor-parallel rank; fewer key and value heads are repeated.
+        /// Ranks that share each sequence: all work is cut along it. They must divide its length.
         sp: usize [at_least 1] = 1,
+        /// What attentions do there: `ulysses` gives each rank its heads of all positions, so that
+        /// `sp` must divide the heads of a tensor-parallel rank (fewer key and value heads are
+        /// repeated); `all_gather` gives it all keys and values for its own positions, whatever the
+        /// heads, of which the last ranks see most.
+        sp_method: SpMethod = SpMethod::Ulysses,
         /// Ranks of the pipeline.
         pp: usize [at_least 1] = 1,
         /// Order of the microbatches' forwards and backwards on each rank.

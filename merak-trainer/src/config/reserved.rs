@@ -32,7 +32,6 @@ const NONE: &[&str] = &["null"];
 
 /// The keys of features to come.
 pub(crate) const RESERVED: &[Reserved] = &[
-    reserved("sp_method", &[r#""ulysses""#]),
     reserved("trace_model", &[r#""""#]),
     reserved("input_names", NONE),
     reserved("cache_sharding", FALSE),

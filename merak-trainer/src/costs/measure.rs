@@ -72,7 +72,7 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
         args.dp,
         args.tp,
         if args.sp > 1 {
-            format!(", sp {}", args.sp)
+            format!(", sp {} by {}", args.sp, args.sp_method)
         } else {
             String::new()
         },

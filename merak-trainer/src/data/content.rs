@@ -1,6 +1,6 @@
 //! What one part of the data holds.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, path::Path, sync::Arc};
 
 use merak_trace::models::{Objective, Visible};
 
@@ -89,6 +89,7 @@ impl Reader<'_> {
 
     fn read_text(&self, input: Option<Input<'_>>, fraction: f64) -> Result<Content> {
         let tokenizer = self.text_tokenizer();
+        input.iter().flat_map(Input::iter).for_each(warn_of_records);
         let (texts, description) = corpus::read(input, self.arguments, self.crates, &tokenizer)?;
         let corpus = Corpus::of_documents(tokenizer, &texts, fraction, description)?;
         Ok(Content::of_stream(corpus, fraction))
@@ -124,12 +125,25 @@ impl Reader<'_> {
                 validation_fraction: fraction,
             });
         }
+        let needs = match self.objective {
+            Objective::CausalLm => "need \"text\", \"messages\", or \"prompt\" and \"completion\"",
+            _ => "need \"text\"",
+        };
         let texts = records.iter().map(|record| {
             let record = record?;
-            record.text("text", "need \"text\"").map(str::to_owned)
+            record.text("text", needs).map(str::to_owned)
         });
         let corpus = Corpus::of(tokenizer, texts, fraction, description)?;
         Ok(Content::of_stream(corpus, fraction))
+    }
+}
+
+/// Warns of a file of records that is read as text.
+fn warn_of_records(path: &Path) {
+    let end = path.extension().and_then(|end| end.to_str());
+    if let Some(format @ ("jsonl" | "csv" | "tsv")) = end {
+        let path = path.display();
+        tracing::warn!(%path, "the file is read as plain text: \"data.format\" {format} reads its records");
     }
 }
 

@@ -87,7 +87,8 @@ impl ImageFiles {
     }
 
     /// The number of each class of `found`, those of all data: by the model's `label2id`, by the
-    /// numbers that the folders are named with, or else in the order of their names.
+    /// numbers that the folders are named with, or, where the model has no names, in the order of
+    /// theirs.
     fn numbers<'n>(
         &self,
         found: &'n BTreeSet<String>,
@@ -99,7 +100,9 @@ impl ImageFiles {
             let number = label2id.get(class).copied();
             number.or_else(|| class.parse().ok()).filter(is_class)
         };
-        if found.iter().any(|class| known(class).is_some()) {
+        // Names such as LABEL_0 stand for none.
+        let has_names = label2id.keys().any(|name| !name.starts_with("LABEL_"));
+        if has_names || found.iter().any(|class| known(class).is_some()) {
             let number = |class: &'n String| match known(class) {
                 Some(number) => Ok((class.as_str(), number)),
                 None => Err(Error::Data(DataError::UnknownClass {

@@ -134,14 +134,14 @@ impl Source {
         })
     }
 
-    /// The file with the chat template that `arguments` name, by its name in a model's folder, and
-    /// its content.
+    /// The files beside the tokenizer that chats need, by their names in a model's folder, and
+    /// their contents: the template in use, and the special tokens.
     ///
     /// # Errors
     ///
-    /// When it cannot be read.
-    pub fn chat_template(arguments: &DataArguments) -> Result<Option<(String, Vec<u8>)>> {
-        chat::given_template(arguments)
+    /// When one cannot be read.
+    pub fn prompt_files(arguments: &DataArguments) -> Result<Vec<(String, Vec<u8>)>> {
+        chat::prompt_files(arguments)
     }
 
     /// The content of the first part, whose kind the others share.

@@ -2,6 +2,7 @@
 
 use super::{ConfigError, Error};
 use merak_ckpt::words::{file, sentence};
+use merak_mpu::Axis;
 use std::{fmt, path::Path};
 
 /// The part of a step in which a rank failed.
@@ -159,12 +160,15 @@ pub(super) fn sides_of(sides: &[(String, String)]) -> String {
     sides.iter().map(side).collect::<Vec<_>>().join(", ")
 }
 
-/// Where a configuration has the lists of layers that a refusal to split asks for.
-pub(super) fn of_layer_lists(error: &merak_tp::Error) -> &'static str {
+/// What a configuration has to do about a refusal to split.
+pub(super) fn of_a_split(error: &merak_tp::Error) -> &'static str {
     use merak_tp::Error as E;
     match error {
         E::IncompleteLists { .. } | E::NoLists { .. } | E::NothingToSplit { .. } => {
             "; a configuration has the lists in its table [tp_layer_lists], and tp_layer_lists = \"auto\" for `auto_lists`"
+        }
+        E::Heads { axis, .. } | E::KvHeads { axis, .. } if *axis == Axis::Sequence => {
+            ", or \"sp_method\" = \"all_gather\", which shares no heads"
         }
         _ => "",
     }

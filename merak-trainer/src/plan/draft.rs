@@ -126,7 +126,8 @@ impl Draft {
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
         let mut rewritten = rewrite_with(&graph, &split)?;
         rewritten.report.choices = choices;
-        let sequence = Options::ulysses(args.sp, along_sequence(args));
+        let method = args.sp_method.into();
+        let sequence = Options::along_sequence(args.sp, along_sequence(args), method);
         let graph = rewrite_with(&rewritten.graph, &sequence)?.graph;
         let options = SegmentOptions {
             method: args.split_method,

@@ -26,6 +26,12 @@ pub(super) fn warn(args: &CheckedArguments) {
             without_units(args)
         );
     }
+    let has_weights = args.model.hf_dir.is_some() || args.resume_from_checkpoint.is_some();
+    if args.lora_config.is_some() && !has_weights {
+        tracing::warn!(
+            "the adapter is trained beside weights that are drawn at random: \"model.hf_dir\" names a folder to start from"
+        );
+    }
     if args.offload_optimizer != args.offload() {
         tracing::warn!(
             "\"offload_optimizer\" host changes nothing: \"compute.device\" is cpu, whose weights lie in host memory \

@@ -100,6 +100,7 @@ fn other_value(name: &str) -> Value {
         "tp_layer_lists.input_output_mapping" => json!([[1, 3, "col"], [4, 1, "row"]]),
         "tp_layer_lists.weight_change_list" => json!([["wpe", 1]]),
         "report_to" => json!("tensorboard"),
+        "sp_method" => json!("all_gather"),
         "save" | "greater_is_better" => json!(true),
         "stop_strings" => json!(["end"]),
         "distributed.engine" => json!("threads"),
@@ -212,6 +213,7 @@ tp = 1
 sequence_parallel = false
 sequence_dim = 1
 sp = 1
+sp_method = "ulysses"
 pp = 1
 train_schedule = "1f1b"
 virtual_stages = 1

@@ -19,7 +19,7 @@ use std::{iter, ops::Range};
 struct Terms<T> {
     /// `[B, Sk]`: minus infinity for keys that are hidden.
     hidden: Option<Vec<T>>,
-    /// `[B, S]`: the document of each position.
+    /// `[B, Sk]`: the document at each key.
     documents: Option<Vec<Range<usize>>>,
     /// `[heads, Sq, Sk]`.
     bias: Option<Vec<T>>,
@@ -255,6 +255,7 @@ impl Node<'_> {
         AttentionSpec {
             shape,
             scale: spec.scale,
+            first_query: spec.first_query(context.place, shape.q_len),
             causal: spec.causal,
             window: spec.window,
             documents: terms.documents.as_deref(),

@@ -14,6 +14,7 @@ use super::{
 };
 use crate::{Result, Value, kernels::SampleSlice, op};
 use composed::Composed;
+use merak_mpu::Coord;
 use tch::{Kind, Tensor};
 use terms::Terms;
 
@@ -23,17 +24,22 @@ struct Sizes {
     batch: i64,
     q_len: i64,
     k_len: i64,
+    /// The place of the first query among the keys.
+    first_query: i64,
     heads: i64,
     kv_heads: i64,
     head_dim: i64,
 }
 
 impl Sizes {
-    fn of(spec: &op::Attention, q: &Tensor, k: &Tensor) -> Self {
+    fn of(spec: &op::Attention, q: &Tensor, k: &Tensor, place: Coord) -> Self {
+        let (q_len, k_len) = (q.size()[1], k.size()[1]);
+        let first_query = spec.first_query(place, q_len as usize);
         Self {
             batch: q.size()[0],
-            q_len: q.size()[1],
-            k_len: k.size()[1],
+            q_len,
+            k_len,
+            first_query: first_query.map_or(k_len - q_len, int),
             heads: int(spec.heads),
             kv_heads: int(spec.kv_heads),
             head_dim: int(spec.head_dim),
@@ -125,7 +131,7 @@ impl Node<'_> {
     pub(super) fn attention(&self, spec: &op::Attention, inputs: &[Value]) -> Result<Vec<Tensor>> {
         let x = |i: usize| tensor(&inputs[i]);
         let (q, k, v) = (x(0)?, x(1)?, x(2)?);
-        let sizes = Sizes::of(spec, q, k);
+        let sizes = Sizes::of(spec, q, k, self.call.context.place);
         let terms = Terms::find(inputs, 3)?;
         let factors = self.attention_mask(spec, &sizes, stat_kind(q.kind()))?;
         let [q, k, v] = self.at(sizes.heads([q, k, v]))?;
@@ -161,7 +167,7 @@ impl Node<'_> {
     ) -> Result<Vec<Tensor>> {
         let x = |i: usize| tensor(&inputs[i]);
         let (q, k, v, lse) = (x(1)?, x(2)?, x(3)?, x(5)?);
-        let sizes = Sizes::of(spec, q, k);
+        let sizes = Sizes::of(spec, q, k, self.call.context.place);
         let terms = Terms::find(inputs, 6)?;
         let factors = self.attention_mask(spec, &sizes, stat_kind(q.kind()))?;
         let [q, k, v] = self.at(sizes.heads([q, k, v]))?;
@@ -247,7 +253,10 @@ impl Node<'_> {
         let Some(dropout) = spec.dropout.filter(|_| context.training) else {
             return Ok(None);
         };
-        let shape = [sizes.batch, sizes.heads, sizes.q_len, sizes.k_len].map(|size| size as usize);
+        // A slice of the queries takes its rows from the mask of all.
+        let is_slice = spec.queries.is_some();
+        let rows = if is_slice { sizes.k_len } else { sizes.q_len };
+        let shape = [sizes.batch, sizes.heads, rows, sizes.k_len].map(|size| size as usize);
         let slice = SampleSlice {
             first_sample: context.sample_base,
             outer: 1,
@@ -256,6 +265,12 @@ impl Node<'_> {
             dim_local: spec.heads,
             inner: shape[2] * shape[3],
         };
-        self.mask(&dropout, slice, &shape, kind).map(Some)
+        let mask = self.mask(&dropout, slice, &shape, kind)?;
+        let own = if is_slice {
+            self.at(mask.f_narrow(2, sizes.first_query, sizes.q_len))?
+        } else {
+            mask
+        };
+        Ok(Some(own))
     }
 }

@@ -95,15 +95,21 @@ fn file_beside(folder: &Path) -> Option<PathBuf> {
     path.is_file().then_some(path)
 }
 
-/// The template that is set, by the name that such files have beside a tokenizer, and its content.
-pub(in crate::data) fn given_template(
-    arguments: &DataArguments,
-) -> Result<Option<(String, Vec<u8>)>> {
-    let Some(path) = &arguments.chat_template else {
-        return Ok(None);
-    };
-    let content = read_template(&path.0)?.into_bytes();
-    Ok(Some((JINJA.to_owned(), content)))
+/// The files beside a tokenizer that make its prompts, by their names there: the template in use,
+/// and the special tokens that it may name.
+pub(in crate::data) fn prompt_files(arguments: &DataArguments) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut files = Vec::new();
+    if let Some(path) = template_file(arguments) {
+        let content = read_template(&path)?.into_bytes();
+        files.push((JINJA.to_owned(), content));
+    }
+    let config = folder(arguments).map(|folder| folder.join(CONFIG));
+    if let Some(path) = config.filter(|path| path.is_file()) {
+        let content = merak_ckpt::read_text(&path, MAX_BYTES)
+            .map_err(|source| Error::Read { path, source })?;
+        files.push((CONFIG.to_owned(), content.into_bytes()));
+    }
+    Ok(files)
 }
 
 fn read_template(path: &Path) -> Result<String> {

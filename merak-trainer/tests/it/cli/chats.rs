@@ -78,6 +78,29 @@ fn chats_are_learned_alike_on_every_topology_and_by_an_adapter() {
 }
 
 #[test]
+fn what_lies_beside_a_tokenizer_goes_with_the_checkpoint() {
+    let place = place(&lines(talk));
+    trained(&place, "--max_steps 1");
+    let saved = place.path("run/checkpoints/step-00000001");
+    fs::create_dir(place.path("tok")).expect("a writable folder");
+    let copied = fs::copy(
+        saved.join("tokenizer.json"),
+        place.path("tok/tokenizer.json"),
+    );
+    copied.expect("the run's tokenizer");
+    place.write("tok/chat_template.jinja", TEMPLATE);
+    place.write("tok/tokenizer_config.json", r#"{ "eos_token": "<end>" }"#);
+    let beside = "--data.tokenizer tok/tokenizer.json --data.chat_template none";
+    trained(&place, &format!("--max_steps 1 {beside}"));
+    for name in ["chat_template.jinja", "tokenizer_config.json"] {
+        let kept = fs::read_to_string(saved.join(name)).expect("it is kept");
+        let given = fs::read_to_string(place.path("tok").join(name));
+        assert_eq!(kept, given.expect("it was written"), "{name}");
+    }
+    place.succeed("generate run --chat --prompt hi --max-new-tokens 2");
+}
+
+#[test]
 fn only_answers_count() {
     let place = place(&lines(talk));
     let first = trained(&place, "--max_steps 1");

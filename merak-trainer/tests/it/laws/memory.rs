@@ -1,7 +1,7 @@
 //! What a rank holds from step to step, under each ZeRO stage.
 
 use crate::support::Case;
-use merak_trainer::MemoryNeed;
+use merak_trainer::{MemoryNeed, MerakTrainer, Workload};
 
 /// For each stage, the bytes of an element that every rank has, and those that replicas divide.
 pub(crate) const BYTES: [[usize; 2]; 4] = [[16, 0], [8, 8], [4, 12], [0, 16]];
@@ -125,4 +125,32 @@ fn a_divided_run_holds_few_buckets_of_parameters_and_of_gradients_at_once() {
         gathered <= 3 * largest && gathered < all / 4,
         "{gathered} bytes of {all}"
     );
+}
+
+#[test]
+fn peaks_fall_as_the_plan_foretells_where_sequence_and_vocabulary_are_cut() {
+    let case = case()
+        .with_model("vocab_size", 2048)
+        .on((1, 2, 1))
+        .with_microbatches(2);
+    let peak = |keys: &[&str]| {
+        let case = keys
+            .iter()
+            .fold(case.clone(), |case, key| case.with(key, true));
+        let peaks = case.on_ranks(|trainer| {
+            MerakTrainer::train_step(trainer)?;
+            Ok(trainer.peak_activation_bytes() as f64)
+        });
+        let needs = case.plan().memory(&case.arguments(), &[Workload::Training]);
+        let foretold = needs.expect("a legal plan")[0].activations as f64;
+        for peak in &peaks {
+            let off = peak / foretold - 1.0;
+            assert!(off.abs() < 0.05, "{keys:?}: {peak} against {foretold}");
+        }
+        peaks[0]
+    };
+    let whole = peak(&[]);
+    let vocab = peak(&["parallel_vocab"]);
+    let both = peak(&["parallel_vocab", "sequence_parallel"]);
+    assert!(both < vocab && vocab < whole, "{whole}, {vocab}, {both}");
 }

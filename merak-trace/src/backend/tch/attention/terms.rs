@@ -82,7 +82,8 @@ impl<'a> Terms<'a> {
         if let Some(seen) = self.seen {
             let hides = if spec.documents {
                 let numbers = document_numbers(seen)?.f_unsqueeze(1)?;
-                let of_queries = numbers.f_unsqueeze(3)?;
+                let of_queries = numbers.f_narrow(2, sizes.first_query, sizes.q_len)?;
+                let of_queries = of_queries.f_unsqueeze(3)?;
                 of_queries.f_ne_tensor(&numbers.f_unsqueeze(2)?)?
             } else {
                 let hides = seen.f_eq(0_i64)?;
@@ -107,15 +108,14 @@ impl<'a> Terms<'a> {
     }
 }
 
-/// `[Sq, Sk]` of zeros, and minus infinity where a query does not see a key; query i stands at
-/// `i + Sk - Sq`.
+/// `[Sq, Sk]` of zeros, and minus infinity where a query does not see a key.
 fn by_position(spec: &op::Attention, sizes: &Sizes, like: &Tensor) -> Outcome<Option<Tensor>> {
     if !spec.causal && spec.window.is_none() {
         return Ok(None);
     }
     let options = (Kind::Int64, like.device());
-    let past = sizes.k_len - sizes.q_len;
-    let queries = Tensor::f_arange_start(past, sizes.k_len, options)?.f_unsqueeze(1)?;
+    let first = sizes.first_query;
+    let queries = Tensor::f_arange_start(first, first + sizes.q_len, options)?.f_unsqueeze(1)?;
     let keys = Tensor::f_arange_start(0_i64, sizes.k_len, options)?;
     let ahead = keys.f_sub(&queries)?;
     let mut mask = Tensor::f_zeros([sizes.q_len, sizes.k_len], (like.kind(), like.device()))?;
