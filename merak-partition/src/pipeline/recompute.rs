@@ -53,7 +53,7 @@ pub enum RecomputeOp {
     Norm,
     /// Dropout.
     Dropout,
-    /// The joins of slices of the sequence in front of split layers.
+    /// The joins of slices of the sequence, in front of split layers and of attentions.
     Gather,
 }
 

@@ -27,8 +27,10 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
         Axis::Sequence => {
             let all_cut = along(SEQUENCE).all(|shard| shard.is_some());
             let is_split = all_cut && options.table.is_none();
+            // The places of queries among keys of another sequence do not follow from their slice.
+            let is_of_itself = site.types[0].shape[SEQUENCE] == site.types[1].shape[SEQUENCE];
             if let (true, SequenceMethod::AllGather, Some(shard)) =
-                (is_split, site.options.method, site.shard(0))
+                (is_split && is_of_itself, site.options.method, site.shard(0))
             {
                 return Ok(of_own_queries(site, spec, shard, options));
             }

@@ -78,10 +78,11 @@ fn model_files(
         model_files.push(("tokenizer.json".to_owned(), json));
     }
     model_files.extend(companions(args)?);
-    // The template in use and its special tokens, so that a checkpoint alone makes the same prompts.
-    for file in Source::prompt_files(&args.data)? {
-        model_files.retain(|(name, _)| *name != file.0);
-        model_files.push(file);
+    if tokenizer.is_some() {
+        // The template in use and its special tokens alone, so that a checkpoint makes the same
+        // prompts.
+        model_files.retain(|(name, _)| !Source::PROMPT_FILES.contains(&&**name));
+        model_files.extend(Source::prompt_files(&args.data)?);
     }
     Ok(model_files)
 }

@@ -100,8 +100,9 @@ impl ImageFiles {
             let number = label2id.get(class).copied();
             number.or_else(|| class.parse().ok()).filter(is_class)
         };
-        // Names such as LABEL_0 stand for none.
-        let has_names = label2id.keys().any(|name| !name.starts_with("LABEL_"));
+        // Names such as LABEL_0, or 0, stand for none.
+        let is_name = |name: &String| !name.starts_with("LABEL_") && name.parse::<i64>().is_err();
+        let has_names = label2id.keys().any(is_name);
         if has_names || found.iter().any(|class| known(class).is_some()) {
             let number = |class: &'n String| match known(class) {
                 Some(number) => Ok((class.as_str(), number)),

@@ -134,6 +134,9 @@ impl Source {
         })
     }
 
+    /// The names of files in a model's folder that make prompts: another tokenizer has others.
+    pub const PROMPT_FILES: [&'static str; 3] = chat::PROMPT_FILES;
+
     /// The files beside the tokenizer that chats need, by their names in a model's folder, and
     /// their contents: the template in use, and the special tokens.
     ///

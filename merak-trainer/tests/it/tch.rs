@@ -33,6 +33,20 @@ fn every_family_trains_like_on_the_default_backend() {
 }
 
 #[test]
+fn shared_sequences_train_like_on_the_default_backend() {
+    let decoders = [("gpt2", Case::gpt2()), ("llama", Case::llama())];
+    for (family, case) in decoders.into_iter().chain(Case::relatives()) {
+        let case = case.with_dropout(0.1);
+        let all = case.run(3);
+        for method in ["ulysses", "all_gather"] {
+            let case = on_tch(&case).sharing(4).with("sp_method", method);
+            let what = format!("{family} by {method}");
+            assert_close_losses(&case.run(3).reports, &all.reports, 1e-4, &what);
+        }
+    }
+}
+
+#[test]
 fn bf16_trains_close_to_f32_on_any_topology() {
     for (family, wide) in families() {
         let wide = on_tch(&wide);

@@ -17,6 +17,9 @@ const JINJA: &str = "chat_template.jinja";
 /// The file beside a tokenizer that names special tokens, and perhaps a template.
 const CONFIG: &str = "tokenizer_config.json";
 
+/// The files of a model's folder that make prompts, of which another tokenizer has others.
+pub(in crate::data) const PROMPT_FILES: [&str; 3] = [JINJA, "chat_template.json", CONFIG];
+
 /// The most bytes of each of these files.
 const MAX_BYTES: u64 = 16 << 20;
 
@@ -100,16 +103,17 @@ fn file_beside(folder: &Path) -> Option<PathBuf> {
 pub(in crate::data) fn prompt_files(arguments: &DataArguments) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
     if let Some(path) = template_file(arguments) {
-        let content = read_template(&path)?.into_bytes();
-        files.push((JINJA.to_owned(), content));
+        files.push((JINJA.to_owned(), bytes_of(path)?));
     }
     let config = folder(arguments).map(|folder| folder.join(CONFIG));
     if let Some(path) = config.filter(|path| path.is_file()) {
-        let content = merak_ckpt::read_text(&path, MAX_BYTES)
-            .map_err(|source| Error::Read { path, source })?;
-        files.push((CONFIG.to_owned(), content.into_bytes()));
+        files.push((CONFIG.to_owned(), bytes_of(path)?));
     }
     Ok(files)
+}
+
+fn bytes_of(path: PathBuf) -> Result<Vec<u8>> {
+    merak_ckpt::read_regular(&path, MAX_BYTES).map_err(|source| Error::Read { path, source })
 }
 
 fn read_template(path: &Path) -> Result<String> {
