@@ -87,9 +87,7 @@ impl Encoder {
             scale: 1.0 / (head_dim as f64).sqrt(),
             causal: false,
             window: None,
-            documents: false,
-            queries: None,
-            dropout: None,
+            ..Attention::default()
         };
         let terms = AttentionTerms { seen, bias: None };
         attn.attention_with([&q?, &k?, &v?], terms, &spec, self.attention_dropout)

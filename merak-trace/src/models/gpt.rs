@@ -77,9 +77,7 @@ impl Gpt {
             scale: 1.0 / (head_dim as f64).sqrt(),
             causal: true,
             window: None,
-            documents: false,
-            queries: None,
-            dropout: None,
+            ..Attention::default()
         };
         let mixed = attn.attention(&q?, &k?, &v?, &spec, self.dropout)?;
         let mixed = attn.dropout(

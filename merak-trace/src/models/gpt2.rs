@@ -130,9 +130,7 @@ impl Gpt2 {
             scale: self.attention_scale(index),
             causal: true,
             window: None,
-            documents: false,
-            queries: None,
-            dropout: None,
+            ..Attention::default()
         };
         let mixed = attn.attention(&parts[0], &parts[1], &parts[2], &spec, self.attn_pdrop)?;
         let mixed = linear(&attn.sub("c_proj"), &mixed, self.n_embd, output)?;

@@ -143,9 +143,7 @@ impl GptNeoX {
             scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
             window: None,
-            documents: false,
-            queries: None,
-            dropout: None,
+            ..Attention::default()
         };
         let mixed = attn.attention(&turn(&q)?, &turn(&k)?, &v, &spec, self.attention_dropout)?;
         linear("dense", &mixed, self.hidden_size)

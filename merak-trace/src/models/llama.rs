@@ -165,9 +165,7 @@ impl Llama {
             scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
             window: self.windows[index],
-            documents: false,
-            queries: None,
-            dropout: None,
+            ..Attention::default()
         };
         let mixed = attn.attention(&q, &k, &v, &spec, self.attention_dropout)?;
         Self::linear(

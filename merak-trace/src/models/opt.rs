@@ -179,9 +179,7 @@ impl Opt {
             scale: 1.0 / (head_dim as f64).sqrt(),
             causal: true,
             window: None,
-            documents: false,
-            queries: None,
-            dropout: None,
+            ..Attention::default()
         };
         let mixed = attn.attention(&q, &k, &v, &spec, self.attention_dropout)?;
         self.linear(&attn.sub("out_proj"), &mixed, self.hidden_size, std)

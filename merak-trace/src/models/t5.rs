@@ -183,9 +183,7 @@ impl T5 {
             scale: 1.0,
             causal,
             window: None,
-            documents: false,
-            queries: None,
-            dropout: None,
+            ..Attention::default()
         };
         let mixed = attn.attention_with([&q, &k, &v], terms, &spec, self.dropout)?;
         self.linear(&attn.sub("o"), &mixed, self.d_model, inner)
