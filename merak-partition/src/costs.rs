@@ -1,7 +1,9 @@
 //! What the parts of a step cost, and the costs of stages that follow.
 
+mod clocks;
+
 use merak_pipe::Costs;
-use merak_trace::{Graph, Hop, Node, Phase, StageProgram, op::Cost};
+use merak_trace::{Graph, Hop, Node, Overlap, Phase, StageProgram, op::Cost};
 use std::{fmt, ops::Add};
 
 /// What the parts of a step cost, in any one unit of time.
@@ -13,6 +15,12 @@ pub trait StepCosts: fmt::Debug {
 
     /// A message of `bytes` between two stages.
     fn message(&self, bytes: usize) -> f64;
+
+    /// Whether collectives pass without a core of their ranks, as over a network: then those that
+    /// overlap with nodes cost what no node hides.
+    fn collectives_pass_alone(&self) -> bool {
+        false
+    }
 
     /// How many ranks of a pipeline compute at once.
     fn cores(&self) -> f64 {
@@ -64,6 +72,9 @@ pub struct PhaseCosts {
 impl PhaseCosts {
     /// The costs of a program.
     pub fn of(program: &StageProgram, costs: &dyn StepCosts) -> Self {
+        if program.overlap > Overlap::None && costs.collectives_pass_alone() {
+            return Self::overlapping(program, costs);
+        }
         let mut sums = Self::default();
         let nodes = program.graph.nodes().iter().zip(&program.phases);
         for (node, phase) in nodes {
@@ -76,6 +87,28 @@ impl PhaseCosts {
             *place += costs.node(&program.graph, node);
         }
         sums
+    }
+
+    /// The costs of a program whose collectives pass while nodes run. The weight half of its
+    /// backward has none; what the whole backward hides counts for the input half.
+    fn overlapping(program: &StageProgram, costs: &dyn StepCosts) -> Self {
+        let of = |phases: &[Phase]| {
+            let nodes = program.forward.iter().chain(&program.backward).copied();
+            let nodes = nodes.filter(|node| phases.contains(&program.phases[node.index()]));
+            clocks::run(program, &nodes.collect::<Vec<_>>(), costs)
+        };
+        let (recompute, weight_grad) = (of(&[Phase::Recompute]), of(&[Phase::BackwardWeight]));
+        let whole = [
+            Phase::Recompute,
+            Phase::BackwardInput,
+            Phase::BackwardWeight,
+        ];
+        Self {
+            forward: of(&[Phase::Forward]),
+            recompute,
+            input_grad: (of(&whole) - recompute - weight_grad).max(0.0),
+            weight_grad,
+        }
     }
 
     /// The whole backward, recomputation included.

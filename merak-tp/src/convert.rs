@@ -285,10 +285,7 @@ impl Rewriter<'_> {
         };
         let size = self.graph.ty(operand).last_dim() / pieces;
         let all = self.repeated(operand, pieces, scope)?;
-        let spread = Shard {
-            dim: last,
-            parts: vec![size * self.degree],
-        };
+        let spread = Shard::new(last, vec![size * self.degree]);
         match cut {
             Some(have) => self.turn(all, (&have, along_sequence), (&spread, false), scope),
             None => self.scatter(all, &spread, false, scope),

@@ -77,6 +77,13 @@
 //! backward: reduce_scatter
 //! ```
 //!
+//! By [`SequenceMethod::Ring`] keys and values go round the ranks, so that none has all of them:
+//!
+//! ```text
+//! q, k, v [B, S/N, H] ──► attention to the own keys, those of the rank before, ... ──► [B, S/N, H]
+//! backward: k and v once more, dk and dv behind them
+//! ```
+//!
 //! Every rank has all parameters and a summand of each gradient.
 //!
 //! # Guarantees

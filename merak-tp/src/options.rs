@@ -24,6 +24,11 @@ pub enum Sequence {
 }
 
 /// How the attentions of a cut sequence see what other ranks have.
+///
+/// Queries that see earlier keys alone see more of them the later they come. Where ranks keep their
+/// queries, and twice their number divides the sequence, each has two slices, therefore: of `2N`,
+/// rank `r` has the `r`-th from the begin and the `r`-th from the end, so that all ranks do the
+/// same work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SequenceMethod {
     /// The heads are shared out between an all-to-all before and one after each attention ([Jacobs
@@ -31,9 +36,12 @@ pub enum SequenceMethod {
     #[default]
     Ulysses,
     /// Each rank gathers the keys and values of all positions for the queries of its own ([Dubey et
-    /// al. 2024](https://arxiv.org/abs/2407.21783), section 3.3.2): any number of ranks, of which
-    /// the last see most keys.
+    /// al. 2024](https://arxiv.org/abs/2407.21783), section 3.3.2): any number of ranks.
     AllGather,
+    /// Keys and values go round the ranks, each of which meets them with the queries of its own
+    /// ([Liu et al. 2023](https://arxiv.org/abs/2310.01889)): any number of ranks, none of which
+    /// has the keys of all positions.
+    Ring,
 }
 
 /// What is split, over how many ranks, and how values between the split regions lie.

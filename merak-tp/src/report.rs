@@ -1,6 +1,6 @@
 //! The report of a rewrite, for people.
 
-use crate::{Choice, SplitKind};
+use crate::{Choice, SplitKind, traffic::Exchange};
 use merak_trace::{Axis, Graph, ValueId, needs_grad, op::Collective};
 use serde::Serialize;
 use std::fmt;
@@ -77,7 +77,8 @@ pub struct CollectiveBytes {
     /// How many there are.
     pub count: usize,
     /// Bytes of the whole values together. Over a ring of `T` ranks each sends `2(T-1)/T` of them
-    /// in an all-reduce and `(T-1)/T` in an all-gather or a reduce-scatter.
+    /// in an all-reduce and `(T-1)/T` in an all-gather, a reduce-scatter, or where keys and values go
+    /// round; of the gradients that follow these, all.
     pub bytes: usize,
 }
 
@@ -104,6 +105,17 @@ impl Report {
     pub(crate) fn count_collectives(&mut self, graph: &Graph) {
         let needs_grad = needs_grad(graph, &[]);
         for node in graph.nodes() {
+            let rounds = node.op.ring().filter(|slice| slice.axis == self.axis);
+            if let Some(ring) = rounds.and_then(|_| Exchange::ring(graph, node)) {
+                self.count(ring.name, false, (ring.count, ring.bytes));
+                if node.inputs[..3]
+                    .iter()
+                    .any(|input| needs_grad[input.index()])
+                {
+                    self.count(ring.name, true, (2 * ring.count, 2 * ring.bytes));
+                }
+                continue;
+            }
             let region = node.op.region();
             let Some(region) = region.filter(|region| region.axis == self.axis) else {
                 continue;
@@ -119,17 +131,17 @@ impl Report {
             };
             let whole = parts * bytes(input).max(bytes(output));
             if let Some(collective) = forward {
-                self.count(collective.name(), false, whole);
+                self.count(collective.name(), false, (1, whole));
             }
             if let Some(collective) = backward.filter(|_| needs_grad[input.index()]) {
-                self.count(collective.name(), true, whole);
+                self.count(collective.name(), true, (1, whole));
             }
         }
         self.collectives
             .sort_by_key(|traffic| (traffic.backward, traffic.collective));
     }
 
-    fn count(&mut self, collective: &'static str, backward: bool, bytes: usize) {
+    fn count(&mut self, collective: &'static str, backward: bool, (count, bytes): (usize, usize)) {
         let known = self
             .collectives
             .iter()
@@ -143,7 +155,7 @@ impl Report {
             });
             self.collectives.len() - 1
         });
-        self.collectives[index].count += 1;
+        self.collectives[index].count += count;
         self.collectives[index].bytes += bytes;
     }
 }

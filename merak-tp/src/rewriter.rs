@@ -578,8 +578,8 @@ fn refuse_rewritten(model: &Graph, axis: Axis) -> Result<()> {
         .find(|param| *param.placements.on(axis) != Placement::Replicate)
         .map(|param| param.name.clone());
     let is_split = |node: &&Node| {
-        let region = node.op.region();
-        region.is_some_and(|region| region.axis == axis)
+        let region = node.op.region().map(|region| region.axis);
+        region.or(node.op.communicates()) == Some(axis)
     };
     let node = model.nodes().iter().find(is_split);
     match param.or_else(|| node.map(|node| node.name.to_string())) {

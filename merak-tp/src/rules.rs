@@ -164,6 +164,7 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         | Op::RmsNormGradInput
         | Op::RmsNormGradParams
         | Op::AttentionGrad(_)
+        | Op::JoinAttention
         | Op::ActivationGrad(_)
         | Op::SiluMulGrad
         | Op::SoftmaxGrad

@@ -1,8 +1,8 @@
 //! Sequence parallelism: between the split regions each rank has a slice of the sequence
 //! ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)).
 
-use crate::{Error, Options, Result, Sequence, error::divisors, rules::Site};
-use merak_trace::{Shard, TensorType};
+use crate::{Error, Options, Result, Sequence, SequenceMethod, error::divisors, rules::Site};
+use merak_trace::{Shard, TensorType, op::AxisSlice};
 
 impl Options {
     /// The dimension of hidden states that holds the sequence, if the graph is one with cuts.
@@ -33,8 +33,32 @@ impl Options {
                 legal: divisors(len),
             });
         }
-        let parts = vec![len];
-        Ok(Shard { dim, parts })
+        Ok(self.evenly(dim, len))
+    }
+
+    /// Even slices of `len` indices, mirrored where the method balances them and they allow it.
+    pub(crate) fn evenly(&self, dim: usize, len: usize) -> Shard {
+        if self.mirrors(len) {
+            Shard::mirrored(dim, len)
+        } else {
+            Shard::new(dim, vec![len])
+        }
+    }
+
+    /// The slice of `len` indices that a rank has by [`Options::evenly`].
+    pub(crate) fn slice(&self, dim: usize, len: usize) -> AxisSlice {
+        AxisSlice {
+            mirrored: self.mirrors(len),
+            ..AxisSlice::new(self.axis, dim, len)
+        }
+    }
+
+    fn mirrors(&self, len: usize) -> bool {
+        let balances = match self.method {
+            SequenceMethod::Ulysses => false,
+            SequenceMethod::AllGather | SequenceMethod::Ring => true,
+        };
+        balances && !self.is_whole() && len.is_multiple_of(2 * self.degree)
     }
 
     /// How the sum of a layer's partial results is cut: along the sequence, if it has one before

@@ -147,7 +147,7 @@ fn slice(
         });
     }
     let parts = vec![size];
-    matches.slices.insert(id, Shard { dim, parts });
+    matches.slices.insert(id, Shard::new(dim, parts));
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! What a microbatch communicates, counted from the programs that ranks run.
 
-use merak_trace::{Axis, Graph, Node, Op, Phase, StageProgram};
+use merak_trace::{Axis, Graph, Node, Op, Phase, StageProgram, ValueId, op::Class};
 use serde::Serialize;
 use std::{collections::BTreeMap, fmt};
 
@@ -25,8 +25,8 @@ pub struct LayerTraffic {
     /// How many there are in the backward.
     pub backward: usize,
     /// Bytes of the whole values of all of them. Over a ring of `T` ranks each sends `2(T-1)/T` of
-    /// them in an all-reduce, `(T-1)/T` in an all-gather or a reduce-scatter, and a `T`-th of that
-    /// in an all-to-all.
+    /// them in an all-reduce, `(T-1)/T` in an all-gather, a reduce-scatter, or where keys and values
+    /// go round, all gradients of these, and a `T`-th of `(T-1)/T` in an all-to-all.
     pub bytes: usize,
 }
 
@@ -58,7 +58,8 @@ impl Traffic {
         for program in programs {
             let nodes = program.graph.nodes().iter().zip(&program.phases);
             for (node, phase) in nodes.filter(|(node, _)| node.op.communicates() == Some(axis)) {
-                let (layer, collective) = (layer_of(&node.scope), node.op.name());
+                let (layer, exchange) = (node.layer(), Exchange::of(&program.graph, node));
+                let collective = exchange.name;
                 let key = (layer.to_owned(), collective);
                 let index = *known.entry(key).or_insert_with(|| {
                     traffic.layers.push(LayerTraffic {
@@ -72,12 +73,12 @@ impl Traffic {
                     traffic.layers.len() - 1
                 });
                 let row = &mut traffic.layers[index];
-                row.bytes += whole_bytes(&program.graph, node);
+                row.bytes += exchange.bytes;
                 *match phase {
                     Phase::Forward => &mut row.forward,
                     Phase::Recompute => &mut row.recomputed,
                     Phase::BackwardInput | Phase::BackwardWeight => &mut row.backward,
-                } += 1;
+                } += exchange.count;
             }
         }
         traffic
@@ -107,29 +108,51 @@ impl Traffic {
     }
 }
 
-/// The path up to its first number, or its first module.
-fn layer_of(scope: &str) -> &str {
-    let mut end = 0;
-    for part in scope.split('.') {
-        end += part.len();
-        if part.parse::<usize>().is_ok() {
-            return &scope[..end];
-        }
-        end += 1;
-    }
-    let first = scope.split('.').next().unwrap_or_default();
-    if first.is_empty() { "(root)" } else { first }
+/// What a node exchanges between ranks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Exchange {
+    /// Name of the collective.
+    pub(crate) name: &'static str,
+    /// How many there are.
+    pub(crate) count: usize,
+    /// Bytes of the whole values that are summed, joined or turned, or that go round.
+    pub(crate) bytes: usize,
 }
 
-/// Bytes of the whole value that a collective sums, joins or turns.
-fn whole_bytes(graph: &Graph, node: &Node) -> usize {
-    let operand = graph.ty(node.inputs[0]);
-    if let Op::AllToAll { from, .. } = &node.op {
-        let whole = from.parts.iter().sum();
-        return operand.with_dim(from.dim, whole).size_bytes();
+impl Exchange {
+    fn of(graph: &Graph, node: &Node) -> Self {
+        if let Some(ring) = Self::ring(graph, node) {
+            return ring;
+        }
+        let operand = graph.ty(node.inputs[0]);
+        let bytes = if let Op::AllToAll { from, .. } = &node.op {
+            let whole = from.parts.iter().sum();
+            operand.with_dim(from.dim, whole).size_bytes()
+        } else {
+            let result = graph.ty(node.outputs[0]);
+            operand.size_bytes().max(result.size_bytes())
+        };
+        Self {
+            name: node.op.name(),
+            count: 1,
+            bytes,
+        }
     }
-    let result = graph.ty(node.outputs[0]);
-    operand.size_bytes().max(result.size_bytes())
+
+    /// The keys and values of an attention that go round, and in its gradient theirs too.
+    pub(crate) fn ring(graph: &Graph, node: &Node) -> Option<Self> {
+        let slice = node.op.ring()?;
+        let is_forward = node.op.class() == Class::Attention;
+        let (keys, times) = if is_forward { (1, 1) } else { (2, 2) };
+        let whole = |value: &ValueId| graph.ty(*value).with_dim(slice.dim, slice.full);
+        let pair = node.inputs[keys..keys + 2].iter();
+        let bytes: usize = pair.map(|value| whole(value).size_bytes()).sum();
+        Some(Self {
+            name: "ring",
+            count: 2 * times,
+            bytes: times * bytes,
+        })
+    }
 }
 
 impl fmt::Display for Traffic {

@@ -56,10 +56,10 @@ impl RunContext {
             return SampleSlice::whole(first_sample, shape[1..].iter().product());
         };
         let local = shape[dim];
-        let dim_start = spec.first_index(self.place, local);
+        let runs = spec.runs(self.place, local);
         if dim == 0 {
             return SampleSlice::whole(
-                first_sample + dim_start as u64,
+                first_sample + runs.at(0) as u64,
                 shape[1..].iter().product(),
             );
         }
@@ -67,7 +67,7 @@ impl RunContext {
             first_sample,
             outer: shape[1..dim].iter().product(),
             dim_full,
-            dim_start,
+            runs,
             dim_local: local,
             inner: shape[dim + 1..].iter().product(),
         }

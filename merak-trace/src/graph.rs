@@ -1,7 +1,8 @@
 //! The graph of a model: typed values in single-assignment form, parameters by name.
 
 use crate::{
-    Axis, Error, Op, Param, ParamRole, Placement, Result, TensorType, infer::infer, op::Class,
+    Axis, Error, Op, Overlap, Param, ParamRole, Placement, Result, TensorType, infer::infer,
+    op::Class,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -96,6 +97,33 @@ pub struct Node {
     pub outputs: Vec<ValueId>,
 }
 
+impl Node {
+    /// The layer of the model that it belongs to: the path up to its first number, or the first
+    /// module.
+    ///
+    /// ```
+    /// use merak_trace::{DType, Graph, Op, TensorType};
+    ///
+    /// let mut graph = Graph::new();
+    /// let x = graph.add_input("x", TensorType::new([2], DType::F32));
+    /// graph.add_node(&"transformer.h.3.attn".into(), Op::Identity, vec![x])?;
+    /// assert_eq!(graph.nodes()[0].layer(), "transformer.h.3");
+    /// # Ok::<(), merak_trace::Error>(())
+    /// ```
+    pub fn layer(&self) -> &str {
+        let mut end = 0;
+        for part in self.scope.split('.') {
+            end += part.len();
+            if part.parse::<usize>().is_ok() {
+                return &self.scope[..end];
+            }
+            end += 1;
+        }
+        let first = self.scope.split('.').next().unwrap_or_default();
+        if first.is_empty() { "(root)" } else { first }
+    }
+}
+
 /// A named value at the border of a graph.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Port {
@@ -122,12 +150,26 @@ pub struct Graph {
     names: BTreeSet<Arc<str>>,
     /// Number of requests for each base name.
     name_counts: BTreeMap<Arc<str>, u32>,
+    /// What runs while the collectives of a training pass.
+    overlap: Overlap,
 }
 
 impl Graph {
     /// Makes an empty graph.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// What runs while collectives pass in the [training](crate::StageProgram::training) of this
+    /// model.
+    pub fn overlap(&self) -> Overlap {
+        self.overlap
+    }
+
+    /// The same model with collectives that pass while other nodes run.
+    #[must_use]
+    pub fn with_overlap(self, overlap: Overlap) -> Self {
+        Self { overlap, ..self }
     }
 
     /// The nodes, in an order in which they can run.

@@ -128,6 +128,15 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             same(dout, q)?;
             Ok([q, k, v].into_iter().chain(table).cloned().collect())
         }
+        Op::JoinAttention => {
+            let [out, lse, other, of_other] = operands(inputs)?;
+            same(out, other)?;
+            same(lse, of_other)?;
+            ensure(out.ndim() == 3 && lse.ndim() == 3, || {
+                format!("{out} and {lse} are no results of an attention")
+            })?;
+            Ok(vec![out.clone(), lse.clone()])
+        }
         Op::Rope(rope) => {
             let [x, positions] = operands(inputs)?;
             has_ndim(x, 3)?;
@@ -396,7 +405,7 @@ fn attention_options<'a>(
     if let Some(seen) = options.seen {
         let seen = &inputs[seen];
         ensure(
-            seen.dtype == DType::I64 && seen.shape == [k.shape[0], k.shape[1]],
+            seen.dtype == DType::I64 && seen.shape == [k.shape[0], spec.positions(k.shape[1])],
             || format!("{seen} does not say which keys of {k} are seen"),
         )?;
     }

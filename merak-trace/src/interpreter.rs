@@ -1,17 +1,23 @@
 //! Walks a stage's program: runs each node, frees a value after its last use.
 
 mod cache;
+mod halves;
 mod regions;
+mod ring;
 
 pub use cache::{Continuation, KvCache, Tail};
 
 use crate::{
-    Error, NodeId, Op, Result, SharedBackend, Source, StageProgram, TensorType, Value, ValueId,
+    Error, NodeId, Op, Overlap, Result, SharedBackend, Source, StageProgram, Step, TensorType,
+    Value, ValueId,
     autodiff::Phase,
     backend::{Call, GradSink, RunContext},
-    op::ResultMemory,
+    op::{RegionKind, ResultMemory},
+    program::Halves,
 };
+use halves::InHalves;
 use merak_mpu::{Axis, Group, Mpu};
+use regions::{Crossing, Started};
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
 /// Gives the process group along a mesh axis.
@@ -61,6 +67,8 @@ pub struct Interpreter {
     result_types: Arc<[Vec<TensorType>]>,
     /// For each value, the gradient slots that it feeds.
     grad_slots: Arc<BTreeMap<ValueId, usize>>,
+    /// What runs on halves of the microbatch.
+    halves: Option<Arc<Halves>>,
 }
 
 /// Live values of one microbatch between its forward and its last backward.
@@ -68,6 +76,10 @@ pub struct Interpreter {
 pub struct Frame {
     slots: Vec<Option<Value>>,
     remaining: Vec<u32>,
+    /// Collectives that have not ended, by their results, whole or a half.
+    started: BTreeMap<(ValueId, Option<usize>), Started>,
+    /// Values in halves.
+    halves: InHalves,
     context: RunContext,
     recomputed: bool,
 }
@@ -103,6 +115,7 @@ impl Interpreter {
             outputs.map(|&output| graph.ty(output).clone()).collect()
         });
         let result_types = types.collect();
+        let halves = program.halves().map(Arc::new);
         Self {
             program,
             backend,
@@ -110,6 +123,7 @@ impl Interpreter {
             use_counts,
             result_types,
             grad_slots: Arc::new(grad_slots),
+            halves,
         }
     }
 
@@ -147,9 +161,7 @@ impl Interpreter {
         context: RunContext,
     ) -> Result<Forwarded> {
         let mut frame = self.begin(batch, received, context)?;
-        for &node in &self.program.forward {
-            self.step(&mut frame, params, node)?;
-        }
+        self.run(&mut frame, params, &self.program.forward, None)?;
         self.end(frame, params)
     }
 
@@ -158,6 +170,8 @@ impl Interpreter {
         let mut frame = Frame {
             slots: vec![None; self.program.graph.num_values()],
             remaining: self.use_counts.to_vec(),
+            started: BTreeMap::new(),
+            halves: InHalves::default(),
             context,
             recomputed: false,
         };
@@ -188,6 +202,7 @@ impl Interpreter {
             .iter()
             .map(|port| self.take(&mut frame, params, port.value))
             .collect::<Result<_>>()?;
+        self.settle_all(&mut frame)?;
         Ok(Forwarded {
             frame,
             send,
@@ -264,21 +279,48 @@ impl Interpreter {
         frame: &mut Frame,
         params: &dyn Params,
         phases: &[Phase],
+        store: Option<&mut dyn GradSink>,
+    ) -> Result<()> {
+        let nodes = self.program.backward.iter().copied();
+        let nodes = nodes.filter(|node| phases.contains(&self.program.phases[node.index()]));
+        self.run(frame, params, &nodes.collect::<Vec<_>>(), store)
+    }
+
+    /// Runs nodes, on halves where their program says so; gradients of parameters go to `store`.
+    fn run(
+        &self,
+        frame: &mut Frame,
+        params: &dyn Params,
+        nodes: &[NodeId],
         mut store: Option<&mut dyn GradSink>,
     ) -> Result<()> {
-        for &node in &self.program.backward {
-            let phase = self.program.phases[node.index()];
-            if !phases.contains(&phase) {
-                continue;
-            }
-            match (phase, store.as_deref_mut()) {
-                (Phase::BackwardWeight, Some(store)) => {
-                    self.accumulate(frame, params, node, store)?;
+        let is_weight = |node: NodeId| self.program.phases[node.index()] == Phase::BackwardWeight;
+        let mut last = 0;
+        for step in self.program.steps_of(nodes, self.halves.as_deref()) {
+            match step {
+                Step::Whole(node) => match store.as_deref_mut() {
+                    Some(store) if is_weight(node) => {
+                        self.accumulate(frame, params, node, store)?;
+                    }
+                    _ => self.step(frame, params, node)?,
+                },
+                Step::Half(node, half) => {
+                    if half < last {
+                        Self::end_stretch(frame);
+                    }
+                    last = half;
+                    match store.as_deref_mut() {
+                        Some(store) if is_weight(node) => {
+                            self.half_step(frame, params, (node, half), Some(store))?;
+                        }
+                        _ => self.half_step(frame, params, (node, half), None)?,
+                    }
                 }
-                _ => self.step(frame, params, node)?,
+                Step::Wait => self.settle_all(frame)?,
             }
         }
-        Ok(())
+        Self::end_stretch(frame);
+        self.settle_all(frame)
     }
 
     fn bind_grads(&self, frame: &mut Frame, grads: Vec<Value>, loss_grad: f64) -> Result<()> {
@@ -327,6 +369,8 @@ impl Interpreter {
         if let Source::Param(param) = self.program.graph.value(id).source {
             return params.value(param.index());
         }
+        self.settle(frame, id)?;
+        self.join_halves(frame, id)?;
         let remaining = &mut frame.remaining[id.index()];
         *remaining = remaining.saturating_sub(1);
         let slot = &mut frame.slots[id.index()];
@@ -350,8 +394,50 @@ impl Interpreter {
     fn step(&self, frame: &mut Frame, params: &dyn Params, id: NodeId) -> Result<()> {
         let inputs = self.operands(frame, params, id)?;
         let context = frame.context;
-        let values = self.execute(self.call(id, &context), inputs)?;
+        let call = self.call(id, &context);
+        if let Some((kind, group)) = self
+            .border(call)
+            .filter(|_| self.program.overlap > Overlap::None)
+        {
+            let operand = first(call, inputs)?;
+            match self.start_crossing(call, operand, &group, kind)? {
+                Crossing::Done(value) => self.keep(frame, id, vec![value]),
+                Crossing::Started(started) => {
+                    let result = self.program.graph.node(id).outputs[0];
+                    frame.started.insert((result, None), started);
+                }
+            }
+            return Ok(());
+        }
+        let values = self.execute(call, inputs)?;
         self.keep(frame, id, values);
+        Ok(())
+    }
+
+    /// Waits for the collective whose result a value is, if it has not ended.
+    fn settle(&self, frame: &mut Frame, value: ValueId) -> Result<()> {
+        let started = frame.started.remove(&(value, None));
+        let producer = self.program.graph.producer(value);
+        let (Some(started), Some(node)) = (started, producer) else {
+            return Ok(());
+        };
+        let context = frame.context;
+        let call = self.call(node, &context);
+        if let Some((kind, _)) = self.border(call) {
+            let value = self.finish_crossing(call, started, kind)?;
+            self.keep(frame, node, vec![value]);
+        }
+        Ok(())
+    }
+
+    /// Waits for all collectives: other ranks are not kept waiting between passes.
+    fn settle_all(&self, frame: &mut Frame) -> Result<()> {
+        while let Some(&(value, half)) = frame.started.keys().next() {
+            match half {
+                None => self.settle(frame, value)?,
+                Some(half) => self.settle_half(frame, (value, half))?,
+            }
+        }
         Ok(())
     }
 
@@ -364,11 +450,7 @@ impl Interpreter {
     ) -> Result<()> {
         let node = self.program.graph.node(id);
         let inputs = self.operands(frame, params, id)?;
-        let slots: Vec<_> = node
-            .outputs
-            .iter()
-            .filter_map(|output| self.grad_slots.get(output).copied())
-            .collect();
+        let slots = self.slots_of(id);
         slots.iter().try_for_each(|&slot| store.open(slot))?;
         let call = self.call(id, &frame.context);
         if node.op.region().is_some() {
@@ -386,6 +468,13 @@ impl Interpreter {
                 .accumulate(call, inputs, store.store(), &slots)?;
         }
         slots.into_iter().try_for_each(|slot| store.written(slot))
+    }
+
+    /// The gradient slots that the results of a node feed.
+    fn slots_of(&self, id: NodeId) -> Vec<usize> {
+        let outputs = self.program.graph.node(id).outputs.iter();
+        let slots = outputs.filter_map(|output| self.grad_slots.get(output));
+        slots.copied().collect()
     }
 
     /// Reads the operands of a node.
@@ -417,24 +506,30 @@ impl Interpreter {
         }
     }
 
-    fn execute(&self, call: Call<'_>, mut inputs: Vec<Value>) -> Result<Vec<Value>> {
+    fn execute(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
         if call.op.has_kernel() {
             // A shared operand is not overwritten.
             let may_overwrite = call.op.result_memory() == ResultMemory::Operand;
             let _shared = (!may_overwrite).then(|| inputs.clone());
             return self.backend.run(call, inputs);
         }
-        let region = call.op.region();
-        let group = region.and_then(|region| Some((region.kind, self.groups.along(region.axis)?)));
-        let Some((kind, group)) = group else {
+        if let Some(slice) = call.op.ring() {
+            return self.around(call, slice, inputs);
+        }
+        let Some((kind, group)) = self.border(call) else {
             return Ok(inputs);
         };
-        Ok(vec![self.cross(
-            call,
-            inputs.swap_remove(0),
-            &group,
-            kind,
-        )?])
+        let value = match self.start_crossing(call, first(call, inputs)?, &group, kind)? {
+            Crossing::Done(value) => value,
+            Crossing::Started(started) => self.finish_crossing(call, started, kind)?,
+        };
+        Ok(vec![value])
+    }
+
+    /// The border that a node is, and the ranks that it is one between, unless there is one.
+    fn border<'a>(&self, call: Call<'a>) -> Option<(RegionKind<'a>, Group)> {
+        let region = call.op.region()?;
+        Some((region.kind, self.groups.along(region.axis)?))
     }
 }
 
@@ -465,8 +560,16 @@ impl Frame {
             .iter()
             .flatten()
             .map(|value| value.ty().size_bytes())
-            .sum()
+            .sum::<usize>()
+            + self.halves.bytes()
     }
+}
+
+/// The operand of a border.
+fn first(call: Call<'_>, inputs: Vec<Value>) -> Result<Value> {
+    inputs.into_iter().next().ok_or_else(|| Error::Order {
+        value: call.name.to_owned(),
+    })
 }
 
 fn missing(name: &str, ty: &TensorType, batch: &Batch) -> Error {

@@ -6,7 +6,7 @@
 //! | group | functions |
 //! |---|---|
 //! | products | [`gemm`], [`gemm_bias`], [`gemm_batched`], [`gemm_of_halves`] |
-//! | attention | [`attention`], [`attention_grad`], [`attention_newest`] |
+//! | attention | [`attention`], [`attention_grad`], [`attention_newest`], [`join_attention`] |
 //! | positions | [`rope`], [`relative_bias`] and its gradient |
 //! | norms | [`layer_norm`], [`rms_norm`] and their gradients for input and parameters |
 //! | rows | [`softmax`], [`cross_entropy`], [`embedding`] and their gradients, [`sum_rows`] |
@@ -74,7 +74,7 @@ pub use crate::{
 pub use activation::{activation, activation_grad, silu_mul, silu_mul_grad};
 pub use attention::{
     AttentionDropout, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec, Newest,
-    Strided, attention, attention_grad, attention_newest,
+    Strided, attention, attention_grad, attention_newest, join_attention,
 };
 pub use cross_entropy::{Targets, cross_entropy, cross_entropy_grad};
 pub use dropout::{DropoutMask, MaskKey, SampleSlice, dropout};

@@ -114,6 +114,7 @@ mod param;
 mod placement;
 mod program;
 pub mod render;
+mod runs;
 mod types;
 mod value;
 
@@ -136,7 +137,10 @@ pub use merak_mpu::{Axis, Coord, DType};
 pub use op::Op;
 pub use param::{Beside, Init, Param, ParamRole};
 pub use placement::{LocalBox, Placement, Placements, Shard};
-pub use program::{GradPort, Hop, LiveBytes, RecomputePlan, StageCuts, StageProgram, TiedParam};
+pub use program::{
+    GradPort, Hop, LiveBytes, Overlap, RecomputePlan, StageCuts, StageProgram, Step, TiedParam,
+};
+pub use runs::Runs;
 pub use types::TensorType;
 pub use value::{Lease, MemoryMeter, Value};
 

@@ -141,7 +141,7 @@ mod tests {
         let mut whole = vec![0.0_f64; 24];
         initial_values(&Threads::one(), 1, &param, Coord::default(), &mut whole);
         let parts = vec![4, 2, 2];
-        param.place(Axis::Tensor, Placement::Shard(Shard { dim: 1, parts }), 2);
+        param.place(Axis::Tensor, Placement::Shard(Shard::new(1, parts)), 2);
         for rank in 0..2 {
             let mut local = vec![0.0_f64; 12];
             let place = Coord::default().with(Axis::Tensor, rank);

@@ -13,8 +13,8 @@ pub use autocast::Autocast;
 pub use cost::Cost;
 pub use facts::{Class, ResultMemory};
 pub use fields::{
-    Activation, Attention, AttentionOptions, AxisSlice, DropoutSpec, JoinedGrad, Reduction, Rope,
-    WeightLayout,
+    Activation, Attention, AttentionOptions, AxisSlice, DropoutSpec, JoinedGrad, Keys, Places,
+    Reduction, Rope, WeightLayout,
 };
 pub use region::{Collective, Region, RegionKind};
 pub use relative_buckets::RelativeBuckets;
@@ -128,6 +128,9 @@ pub enum Op {
     Attention(Attention),
     /// `dout, q, k, v, out, lse, (seen), (table, index) -> dq, dk, dv, (dtable)`.
     AttentionGrad(Attention),
+    /// `out, lse, out, lse -> out, lse`: the attention of queries to two sets of keys, from those to
+    /// each set, as of [`Op::Attention`]. It has no gradient.
+    JoinAttention,
     /// `x [B, S, H*D], positions [S] or [B, S] i64 -> x`.
     Rope(Rope),
 

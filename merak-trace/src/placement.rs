@@ -25,15 +25,52 @@ pub enum Placement {
 /// `[q|k|v]` projection has three, and rank `r` then holds `q_r|k_r|v_r`. Where `n` does not divide
 /// a part (a vocabulary), every rank has room for the `1/n` rounded up: those behind the end of the
 /// part hold fewer, and padding follows.
+///
+/// In a mirrored cut, rank `r` holds the `r`-th `1/n` from the end of every second part, which it
+/// divides.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {
     /// The dimension that is cut.
     pub dim: usize,
     /// Sizes of the parts in the full tensor.
     pub parts: Vec<usize>,
+    /// Whether the ranks come in descending order in every second part.
+    #[serde(default)]
+    pub mirrored: bool,
 }
 
 impl Shard {
+    /// A cut of dimension `dim`, which consists of these parts.
+    pub fn new(dim: usize, parts: Vec<usize>) -> Self {
+        Self {
+            dim,
+            parts,
+            mirrored: false,
+        }
+    }
+
+    /// A mirrored cut of dimension `dim`: a slice from each half of its `len` indices.
+    pub fn mirrored(dim: usize, len: usize) -> Self {
+        Self {
+            mirrored: true,
+            ..Self::new(dim, vec![len / 2, len - len / 2])
+        }
+    }
+
+    /// The same cut of another dimension.
+    #[must_use]
+    pub fn along(&self, dim: usize) -> Self {
+        Self {
+            dim,
+            ..self.clone()
+        }
+    }
+
+    /// Whether it cuts one dimension that was none of several parts.
+    pub fn is_of_one(&self) -> bool {
+        self.parts.len() == if self.mirrored { 2 } else { 1 }
+    }
+
     /// The room of one rank for each part.
     pub(crate) fn local_parts(&self, degree: usize) -> impl Iterator<Item = usize> + '_ {
         self.parts.iter().map(move |part| part.div_ceil(degree))
@@ -46,23 +83,26 @@ impl Shard {
 
     /// What a rank holds of the part with this number, counted within the part.
     pub(crate) fn own_of_part(&self, part: usize, rank: usize, degree: usize) -> Range<usize> {
-        own_slice(self.parts[part], rank, degree)
+        let (index, size) = (self.turned(part, rank, degree), self.parts[part]);
+        let room = size.div_ceil(degree);
+        (index * room).min(size)..((index + 1) * room).min(size)
     }
-}
 
-/// What a rank holds of a part of this size.
-fn own_slice(part: usize, rank: usize, degree: usize) -> Range<usize> {
-    let room = part.div_ceil(degree);
-    (rank * room).min(part)..((rank + 1) * room).min(part)
+    /// The number of a rank's slice among the `degree` slices of a part; or the rank that holds the
+    /// slice of this number.
+    pub(crate) fn turned(&self, part: usize, rank: usize, degree: usize) -> usize {
+        if self.mirrored && part % 2 == 1 {
+            degree - 1 - rank
+        } else {
+            rank
+        }
+    }
 }
 
 impl Placement {
     /// A plain cut of dimension `dim`, of size `size` in the full tensor.
     pub fn shard(dim: usize, size: usize) -> Self {
-        Self::Shard(Shard {
-            dim,
-            parts: vec![size],
-        })
+        Self::Shard(Shard::new(dim, vec![size]))
     }
 
     /// How the tensor is cut, if it is.
@@ -136,7 +176,7 @@ impl Placements {
             if let Some(shard) = entry.placement.as_shard() {
                 let (rank, degree) = (place.get(entry.axis), entry.degree);
                 let cut = std::mem::take(&mut dims[shard.dim]);
-                dims[shard.dim] = Run::cut(&cut, &shard.parts, rank, degree);
+                dims[shard.dim] = Run::cut(&cut, shard, rank, degree);
             }
         }
         let mut boxes = vec![LocalBox::default()];
@@ -168,12 +208,12 @@ impl Run {
         }
     }
 
-    /// What rank `rank` of `degree` keeps of a dimension that has `runs` and is cut in `parts`.
-    fn cut(runs: &[Self], parts: &[usize], rank: usize, degree: usize) -> Vec<Self> {
-        let mut kept = Vec::with_capacity(parts.len());
+    /// What rank `rank` of `degree` keeps of a dimension that has `runs`.
+    fn cut(runs: &[Self], shard: &Shard, rank: usize, degree: usize) -> Vec<Self> {
+        let mut kept = Vec::with_capacity(shard.parts.len());
         let (mut part_start, mut local) = (0, 0);
-        for part in parts {
-            let slice = own_slice(*part, rank, degree);
+        for (index, part) in shard.parts.iter().enumerate() {
+            let slice = shard.own_of_part(index, rank, degree);
             let own = part_start + slice.start;
             for run in runs {
                 let first = own.max(run.local);
@@ -261,7 +301,7 @@ mod tests {
         let mut param = Param::new("w", full, Init::Constant(0.0), ParamRole::Weight);
         for &(axis, dim, parts, degree) in cuts {
             let parts = parts.to_vec();
-            param.place(axis, Placement::Shard(Shard { dim, parts }), degree);
+            param.place(axis, Placement::Shard(Shard::new(dim, parts)), degree);
         }
         param
     }

@@ -3,6 +3,7 @@
 
 mod cut;
 mod live;
+mod overlap;
 mod recompute;
 
 use crate::{Graph, NodeId, Param, ParamId, Port, Result, TensorType, ValueId, autodiff::Phase};
@@ -10,6 +11,8 @@ use std::{collections::BTreeSet, ops::Range};
 
 pub use cut::{StageCuts, TiedParam};
 pub use live::LiveBytes;
+pub(crate) use overlap::{HalfNode, Halves};
+pub use overlap::{Overlap, Step};
 
 /// A value that passes from one stage to the next.
 #[derive(Debug, Clone, PartialEq)]
@@ -70,6 +73,8 @@ pub struct StageProgram {
     pub loss_grad: Option<ValueId>,
     /// Gradients of parameters, one per use, in graph order of the uses.
     pub grads: Vec<GradPort>,
+    /// What runs while collectives pass.
+    pub overlap: Overlap,
 }
 
 /// The results of a stage's forward that are recomputed instead of kept.
@@ -108,6 +113,7 @@ impl StageProgram {
             outputs: part.outputs,
             loss_grad: None,
             grads: Vec::new(),
+            overlap: Overlap::None,
             graph: part.graph,
         })
     }
@@ -146,7 +152,7 @@ impl StageProgram {
             pinned: &pinned,
         };
         let backward = recompute::rewrite(&mut part.graph, &mut found.phases, backward, &again)?;
-        Ok(Self {
+        let program = Self {
             forward: (0..num_forward).map(NodeId::at).collect(),
             backward,
             grads: cut::grad_ports(&part.uses_before, &found.params),
@@ -156,8 +162,10 @@ impl StageProgram {
             send: part.send,
             outputs: part.outputs,
             loss_grad,
+            overlap: Overlap::None,
             graph: part.graph,
-        })
+        };
+        Ok(program.overlapping(model.overlap()))
     }
 
     /// The parameters that the stage holds.

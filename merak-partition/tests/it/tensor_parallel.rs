@@ -14,10 +14,7 @@ const WIDTH: usize = 8;
 /// cut.
 fn chain(blocks: usize, sliced: bool) -> Graph {
     let axis = Axis::Tensor;
-    let rows = Shard {
-        dim: 0,
-        parts: vec![2],
-    };
+    let rows = Shard::new(0, vec![2]);
     let half = |name: String, shape: [usize; 2], dim: usize| {
         let full = TensorType::new(shape, DType::F32);
         let mut param = Param::new(name, full, Init::Normal(1.0), ParamRole::Weight);

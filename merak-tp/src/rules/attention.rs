@@ -4,7 +4,7 @@ use super::{Need, NodePlacement, Site};
 use crate::{Error, Result, SequenceMethod, error::divisors};
 use merak_trace::{
     Axis, Op, Placement, Shard,
-    op::{Attention, AttentionOptions, AxisSlice, DropoutSpec, Rope},
+    op::{Attention, AttentionOptions, AxisSlice, DropoutSpec, Keys, Rope},
 };
 
 /// Dimension of the heads in `[B, S, heads * D]`.
@@ -29,8 +29,9 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
             let is_split = all_cut && options.table.is_none();
             // The places of queries among keys of another sequence do not follow from their slice.
             let is_of_itself = site.types[0].shape[SEQUENCE] == site.types[1].shape[SEQUENCE];
-            if let (true, SequenceMethod::AllGather, Some(shard)) =
-                (is_split && is_of_itself, site.options.method, site.shard(0))
+            let keeps_queries = site.options.method != SequenceMethod::Ulysses;
+            if let (true, true, Some(shard)) =
+                (keeps_queries, is_split && is_of_itself, site.shard(0))
             {
                 return Ok(of_own_queries(site, spec, shard, options));
             }
@@ -59,10 +60,7 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
     needs.extend(options.seen.map(|_| Need::Whole));
     if options.table.is_some() {
         // Each rank has the biases of its heads.
-        let table = Shard {
-            dim: 1,
-            parts: vec![spec.heads],
-        };
+        let table = Shard::new(1, vec![spec.heads]);
         needs.extend([Need::Cut(table), Need::Whole]);
     }
     Ok(NodePlacement {
@@ -71,7 +69,8 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
     })
 }
 
-/// Each rank computes its own positions of all heads, from the keys and values of all positions.
+/// Each rank computes its own positions of all heads, from the keys and values of all positions,
+/// which it gathers, or which go round.
 fn of_own_queries(
     site: &Site<'_>,
     spec: &Attention,
@@ -79,31 +78,31 @@ fn of_own_queries(
     options: AttentionOptions,
 ) -> NodePlacement {
     let positions = site.types[0].shape[SEQUENCE];
-    let slice = AxisSlice {
-        axis: site.options.axis,
-        dim: SEQUENCE,
-        full: positions,
+    let (own, keys) = match site.options.method {
+        SequenceMethod::Ring => (Need::Cut(shard.clone()), Keys::Ring),
+        SequenceMethod::AllGather | SequenceMethod::Ulysses => (Need::Copied, Keys::All),
     };
-    let op = Op::Attention(Attention {
-        queries: (!site.options.is_whole()).then_some(slice),
-        ..spec.clone()
-    });
-    let mut needs = vec![Need::Cut(shard.clone()), Need::Copied, Need::Copied];
+    let op = if site.options.is_whole() {
+        Op::Attention(spec.clone())
+    } else {
+        Op::Attention(Attention {
+            queries: Some(site.options.slice(SEQUENCE, positions)),
+            keys,
+            ..spec.clone()
+        })
+    };
+    let mut needs = vec![Need::Cut(shard.clone()), own.clone(), own];
     needs.extend(options.seen.map(|_| Need::Whole));
     let results = [
         Placement::Shard(shard.clone()),
-        Placement::shard(2, positions),
+        Placement::Shard(shard.along(2)),
     ];
     NodePlacement::new(needs, op, results)
 }
 
 /// The dropout of a rank's share of the heads, if there is a form for it.
 fn of_heads(site: &Site<'_>, heads: usize, dropout: DropoutSpec) -> Option<DropoutSpec> {
-    let own = Some(AxisSlice {
-        axis: site.options.axis,
-        dim: 1,
-        full: heads,
-    });
+    let own = Some(AxisSlice::new(site.options.axis, 1, heads));
     match (site.options.axis, dropout.slice, dropout.nested) {
         (_, None, _) => Some(DropoutSpec {
             slice: own,
@@ -159,10 +158,7 @@ pub(super) fn rope(site: &Site<'_>, rope: &Rope) -> NodePlacement {
     };
     if shard.dim == SEQUENCE {
         // `[S]`, or `[B, S]`.
-        let positions = Shard {
-            dim: site.types[1].ndim() - 1,
-            parts: shard.parts.clone(),
-        };
+        let positions = shard.along(site.types[1].ndim() - 1);
         return NodePlacement::new(
             [Need::Cut(shard.clone()), Need::Cut(positions)],
             site.node.op.clone(),
@@ -184,8 +180,5 @@ pub(super) fn rope(site: &Site<'_>, rope: &Rope) -> NodePlacement {
 }
 
 fn cut(width: usize) -> Need {
-    Need::Cut(Shard {
-        dim: PACKED,
-        parts: vec![width],
-    })
+    Need::Cut(Shard::new(PACKED, vec![width]))
 }

@@ -20,20 +20,17 @@ pub(super) fn unary(site: &Site<'_>) -> NodePlacement {
 
 /// Keeps the split and draws this rank's part of the whole mask.
 ///
-/// A slice of the mask is contiguous, so fused parts are joined first.
+/// A slice of the mask has neighbouring indices, or those of a mirrored cut: fused parts are joined
+/// first.
 pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
     let Some(shard) = site.shard(0) else {
         return site.whole();
     };
-    let is_slice = shard.parts.len() == 1 && !site.pads(0);
+    let is_slice = shard.is_of_one() && !site.pads(0);
     let spec = match site.options.axis {
         Axis::Sequence => of_sequence(site, shard, dropout),
         axis => dropout.slice.is_none().then_some(DropoutSpec {
-            slice: Some(AxisSlice {
-                axis,
-                dim: shard.dim,
-                full: shard.parts[0],
-            }),
+            slice: Some(AxisSlice::new(axis, shard.dim, shard.parts[0])),
             ..*dropout
         }),
     };
@@ -51,16 +48,13 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
 /// The mask of a slice over the sequence axis, which each tensor rank may have a slice of along the
 /// same dimension.
 fn of_sequence(site: &Site<'_>, shard: &Shard, dropout: &DropoutSpec) -> Option<DropoutSpec> {
-    let (dim, full) = dropout.cut_dim().unwrap_or((shard.dim, shard.parts[0]));
+    let own = || (shard.dim, shard.parts.iter().sum());
+    let (dim, full) = dropout.cut_dim().unwrap_or_else(own);
     let nested = dropout.slice.map(|slice| AxisSlice {
         full: full / site.degree,
         ..slice
     });
-    let slice = Some(AxisSlice {
-        axis: Axis::Sequence,
-        dim,
-        full,
-    });
+    let slice = Some(site.options.slice(dim, full));
     let is_free = dim == shard.dim && dropout.nested.is_none();
     is_free.then_some(DropoutSpec {
         slice,
@@ -74,17 +68,11 @@ pub(super) fn binary(site: &Site<'_>) -> NodePlacement {
     let missing = site.types[0].ndim() - site.types[1].ndim();
     let shard = match (site.shard(0), site.shard(1)) {
         (Some(shard), _) => shard.clone(),
-        (None, Some(shard)) => Shard {
-            dim: shard.dim + missing,
-            parts: shard.parts.clone(),
-        },
+        (None, Some(shard)) => shard.along(shard.dim + missing),
         (None, None) => return site.whole(),
     };
     let second = match shard.dim.checked_sub(missing) {
-        Some(dim) => Need::Cut(Shard {
-            dim,
-            parts: shard.parts.clone(),
-        }),
+        Some(dim) => Need::Cut(shard.along(dim)),
         None => Need::Copied,
     };
     NodePlacement::new(

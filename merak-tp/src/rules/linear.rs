@@ -20,10 +20,7 @@ fn column(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Res
             divides(site, role, part, "output features")?;
         }
     }
-    let cut = |dim| Shard {
-        dim,
-        parts: role.parts.clone(),
-    };
+    let cut = |dim| Shard::new(dim, role.parts.clone());
     let mut needs = vec![Need::Copied, Need::Cut(cut(layout.out_dim()))];
     if bias {
         needs.push(Need::Cut(cut(0)));
@@ -47,12 +44,7 @@ fn row(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Result
     for &part in &parts {
         divides(site, role, part, "input features")?;
     }
-    let cut = |dim| {
-        Need::Cut(Shard {
-            dim,
-            parts: parts.clone(),
-        })
-    };
+    let cut = |dim| Need::Cut(Shard::new(dim, parts.clone()));
     let mut needs = vec![cut(last), cut(layout.in_dim())];
     if bias {
         needs.push(Need::Whole);
@@ -110,15 +102,12 @@ pub(super) fn matmul(site: &Site<'_>, transpose_a: bool, transpose_b: bool) -> N
         }
     };
     let ((a_rows, a_inner), (b_inner, b_cols)) = (dims(transpose_a), dims(transpose_b));
-    let (own, parts, dim) = match (site.shard(0), site.shard(1)) {
-        (Some(shard), _) => (0, &shard.parts, shard.dim),
-        (None, Some(shard)) => (1, &shard.parts, shard.dim),
+    let (own, shard) = match (site.shard(0), site.shard(1)) {
+        (Some(shard), _) => (0, shard),
+        (None, Some(shard)) => (1, shard),
         (None, None) => return site.whole(),
     };
-    let cut = |dim| Shard {
-        dim,
-        parts: parts.clone(),
-    };
+    let (dim, cut) = (shard.dim, |dim| shard.along(dim));
     let (outer, inner, other_inner, result) = if own == 0 {
         (a_rows, a_inner, b_inner, n - 2)
     } else {

@@ -61,7 +61,7 @@ pub(super) fn region(site: &Site<'_>) -> Result<NodePlacement> {
     let result = if len == site.types[0].shape[have.dim] {
         Placement::Shard(have.clone())
     } else {
-        Placement::shard(have.dim, len)
+        Placement::Shard(site.options.evenly(have.dim, len))
     };
     Ok(NodePlacement {
         cuts_sequence,

@@ -2,7 +2,7 @@
 
 use super::{Need, NodePlacement, Site};
 use crate::Result;
-use merak_trace::{Placement, Shard};
+use merak_trace::Placement;
 
 /// Looks up the ids of the own slice of the sequence.
 pub(super) fn lookup(site: &Site<'_>) -> Result<NodePlacement> {
@@ -27,7 +27,7 @@ pub(super) fn lookup(site: &Site<'_>) -> Result<NodePlacement> {
 pub(super) fn cross_entropy(site: &Site<'_>) -> NodePlacement {
     let last = site.types[0].ndim() - 1;
     match site.shard(0) {
-        Some(shard) if shard.dim < last && is_plain(shard) && !site.used[1] => {
+        Some(shard) if shard.dim < last && shard.is_of_one() && !site.used[1] => {
             let rows = site.results[1].numel();
             NodePlacement::new(
                 [Need::Cut(shard.clone()), Need::Cut(shard.clone())],
@@ -37,9 +37,4 @@ pub(super) fn cross_entropy(site: &Site<'_>) -> NodePlacement {
         }
         _ => site.whole(),
     }
-}
-
-/// Whether slices are contiguous.
-fn is_plain(shard: &Shard) -> bool {
-    shard.parts.len() == 1
 }

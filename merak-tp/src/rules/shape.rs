@@ -49,7 +49,11 @@ fn reshaped(shard: &Shard, from: &[usize], to: &[usize], degree: usize) -> Optio
         }
         parts.push(part * inner / step);
     }
-    (parts.iter().sum::<usize>() == to[dim]).then_some(Shard { dim, parts })
+    let is_all = parts.iter().sum::<usize>() == to[dim];
+    is_all.then_some(Shard {
+        parts,
+        ..shard.along(dim)
+    })
 }
 
 pub(super) fn transpose(site: &Site<'_>, perm: &[usize]) -> NodePlacement {
@@ -60,10 +64,7 @@ pub(super) fn transpose(site: &Site<'_>, perm: &[usize]) -> NodePlacement {
         .iter()
         .position(|&dim| dim == shard.dim)
         .expect("perm orders all dimensions");
-    let result = Shard {
-        dim: moved,
-        parts: shard.parts.clone(),
-    };
+    let result = shard.along(moved);
     NodePlacement::new(
         [Need::Cut(shard.clone())],
         site.node.op.clone(),
@@ -84,14 +85,16 @@ pub(super) fn split(site: &Site<'_>, dim: usize, sizes: &[usize]) -> NodePlaceme
             vec![Placement::Shard(shard.clone()); sizes.len()],
         );
     }
-    let Some(groups) = grouped(&shard.parts, sizes) else {
+    // A piece of a mirrored cut is none.
+    let groups = grouped(&shard.parts, sizes).filter(|_| !shard.mirrored);
+    let Some(groups) = groups else {
         return site.whole();
     };
     let room = |parts: &Vec<usize>| parts.iter().map(|part| part.div_ceil(site.degree)).sum();
     let local = groups.iter().map(room).collect();
     let results: Vec<_> = groups
         .into_iter()
-        .map(|parts| Placement::Shard(Shard { dim, parts }))
+        .map(|parts| Placement::Shard(Shard::new(dim, parts)))
         .collect();
     NodePlacement::new([need], Op::Split { dim, sizes: local }, results)
 }
@@ -130,11 +133,9 @@ pub(super) fn concat(site: &Site<'_>, dim: usize) -> NodePlacement {
     let mut needs = Vec::new();
     for (operand, ty) in site.types.iter().enumerate() {
         let own = match site.shard(operand) {
+            Some(shard) if shard.mirrored => return site.whole(),
             Some(shard) if shard.dim == dim => shard.clone(),
-            _ if ty.shape[dim].is_multiple_of(site.degree) => Shard {
-                dim,
-                parts: vec![ty.shape[dim]],
-            },
+            _ if ty.shape[dim].is_multiple_of(site.degree) => Shard::new(dim, vec![ty.shape[dim]]),
             _ => return site.whole(),
         };
         parts.extend(&own.parts);
@@ -143,7 +144,7 @@ pub(super) fn concat(site: &Site<'_>, dim: usize) -> NodePlacement {
     NodePlacement::new(
         needs,
         site.node.op.clone(),
-        [Placement::Shard(Shard { dim, parts })],
+        [Placement::Shard(Shard::new(dim, parts))],
     )
 }
 
@@ -160,10 +161,7 @@ pub(super) fn sum_leading(site: &Site<'_>) -> NodePlacement {
         None => Placement::Partial,
         Some(dim) => {
             shape[dim] = shard.local_size(site.degree);
-            Placement::Shard(Shard {
-                dim,
-                parts: shard.parts.clone(),
-            })
+            Placement::Shard(shard.along(dim))
         }
     };
     NodePlacement::new(

@@ -13,18 +13,11 @@ use std::sync::Arc;
 /// rows are not cut, the sequence may be.
 pub(super) fn embedding(site: &Site<'_>, padding: Option<usize>) -> Result<NodePlacement> {
     let rows = site.types[1].shape[0];
-    let of_rows = Shard {
-        dim: 0,
-        parts: vec![rows],
-    };
+    let of_rows = Shard::new(0, vec![rows]);
     if site.role.is_none() && site.shard(1) != Some(&of_rows) {
         return sequence::lookup(site);
     }
-    let slice = Some(AxisSlice {
-        axis: site.options.axis,
-        dim: 0,
-        full: rows,
-    });
+    let slice = Some(AxisSlice::new(site.options.axis, 0, rows));
     Ok(NodePlacement::new(
         [Need::Whole, Need::Cut(of_rows)],
         Op::Embedding { padding, slice },
@@ -45,11 +38,7 @@ pub(super) fn cross_entropy(site: &Site<'_>, label_smoothing: f64) -> NodePlacem
     let [full] = shard.parts[..] else {
         return site.whole();
     };
-    let slice = AxisSlice {
-        axis: site.options.axis,
-        dim: last,
-        full,
-    };
+    let slice = AxisSlice::new(site.options.axis, last, full);
     let op = Op::VocabLoss {
         label_smoothing,
         slice,
@@ -69,10 +58,7 @@ pub(super) fn of_slice(site: &Site<'_>) -> NodePlacement {
         return site.whole();
     };
     // Numbers per row lie in the order of the slice's rows.
-    let of_rows = |rows: usize| Shard {
-        dim: 0,
-        parts: vec![rows],
-    };
+    let of_rows = |rows: usize| Shard::new(0, vec![rows]);
     let rows = of_rows(site.types[0].numel() / site.types[0].last_dim());
     let mut needs = vec![Need::Cut(rows.clone()); site.types.len()];
     needs

@@ -167,8 +167,8 @@ fn heads(kv_heads: usize) -> Attention {
         causal: true,
         window: None,
         documents: false,
-        queries: None,
         dropout: None,
+        ..Attention::default()
     }
 }
 

@@ -4,6 +4,7 @@ mod chains; // random chains of layers against one rank
 mod differential; // GPT-2, GPT and Llama against one rank
 mod errors; // what is refused, and in which words
 mod models; // GPT-2 and Llama as each rank runs them
+mod overlap; // halves of a microbatch between sums
 mod propagation; // one small graph per rule
 mod run; // forward and backward on threads
 mod sequence; // slices of the sequence between regions

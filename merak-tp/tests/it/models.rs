@@ -149,11 +149,7 @@ fn split_heads_draw_their_part_of_the_mask_under_the_same_key() {
             .all(|(a, b)| a.0 == b.0 && a.1.key == b.1.key)
     );
     let slices: Vec<_> = after.iter().map(|(_, dropout)| dropout.slice).collect();
-    let heads = Some(AxisSlice {
-        axis: Axis::Tensor,
-        dim: 1,
-        full: 4,
-    });
+    let heads = Some(AxisSlice::new(Axis::Tensor, 1, 4));
     assert_eq!(slices, [None, heads, None, None]);
 }
 

@@ -197,14 +197,7 @@ fn dropout_draws_a_slice_of_the_whole_mask() {
             None
         }
     });
-    assert_eq!(
-        slice,
-        Some(AxisSlice {
-            axis: Axis::Tensor,
-            dim: 2,
-            full: 16
-        })
-    );
+    assert_eq!(slice, Some(AxisSlice::new(Axis::Tensor, 2, 16)));
 }
 
 #[test]
@@ -416,8 +409,8 @@ fn spec(heads: usize, kv_heads: usize) -> Attention {
         causal: true,
         window: None,
         documents: false,
-        queries: None,
         dropout: None,
+        ..Attention::default()
     }
 }
 

@@ -2,9 +2,9 @@
 
 use merak_mpu::{Degrees, Mpu, Rank, ReduceOp, Topology, into_vec, testing::world};
 use merak_trace::{
-    Axis, AxisGroups, Batch, Coord, DType, GradSlot, GradStore, Graph, Init, Interpreter, Param,
-    RecomputePlan, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram, TensorType,
-    backend::candle::Candle,
+    Axis, AxisGroups, Batch, Coord, DType, GradSlot, GradStore, Graph, Init, Interpreter, Overlap,
+    Param, RecomputePlan, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram,
+    TensorType, backend::candle::Candle,
 };
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -48,7 +48,12 @@ pub(crate) fn assert_same(whole: &Graph, split: &Graph, degree: usize) {
     assert_same_on(whole, split, tensor(degree));
 }
 
-/// Asserts that all ranks of a split graph compute the same as one rank on the whole graph.
+fn norm(grad: &[f64]) -> f64 {
+    grad.iter().map(|x| x * x).sum::<f64>().sqrt()
+}
+
+/// Asserts that all ranks of a split graph compute the same as one rank on the whole graph, whatever
+/// runs while collectives pass.
 ///
 /// In f64 sums in another order differ by some 1e-15 of the largest summand. A gradient that
 /// cancels out is held against the norm of all gradients.
@@ -56,15 +61,29 @@ pub(crate) fn assert_same(whole: &Graph, split: &Graph, degree: usize) {
 pub(crate) fn assert_same_on(whole: &Graph, split: &Graph, degrees: Degrees) {
     let topology = Topology::new(degrees).expect("no degree is 0");
     let expected = on_one_rank(whole);
-    let norm = |grad: &[f64]| grad.iter().map(|x| x * x).sum::<f64>().sqrt();
     let all: Vec<_> = expected.grads.values().flatten().copied().collect();
     let floor = 1e-4 * norm(&all);
-    for (rank, step) in on_mesh(split, degrees).iter().enumerate() {
+    for overlap in [Overlap::None, Overlap::Linear, Overlap::Blocks] {
+        let overlapping = split.clone().with_overlap(overlap);
+        let steps = on_mesh(&overlapping, degrees);
+        assert_steps(&steps, &expected, split, (&topology, floor), overlap);
+    }
+}
+
+#[track_caller]
+fn assert_steps(
+    steps: &[Step],
+    expected: &Step,
+    split: &Graph,
+    (topology, floor): (&Topology, f64),
+    overlap: Overlap,
+) {
+    for (rank, step) in steps.iter().enumerate() {
         let place = topology.coord_of(Rank(rank)).expect("it is a rank");
         let off = (step.loss - expected.loss).abs() / expected.loss.abs();
         assert!(
             off < 1e-10,
-            "rank {rank}: loss {}, expected {}",
+            "rank {rank}, {overlap:?}: loss {}, expected {}",
             step.loss,
             expected.loss
         );
@@ -75,7 +94,7 @@ pub(crate) fn assert_same_on(whole: &Graph, split: &Graph, degrees: Degrees) {
             let off = norm(&difference) / norm(&wanted).max(floor);
             assert!(
                 off < 1e-9 && found.len() == wanted.len(),
-                "rank {rank}: gradient of {} is off by {off:e}",
+                "rank {rank}, {overlap:?}: gradient of {} is off by {off:e}",
                 param.name
             );
         }

@@ -229,8 +229,8 @@ pub(crate) fn sequence_first() -> Graph {
             causal: true,
             window: None,
             documents: false,
-            queries: None,
             dropout: None,
+            ..Attention::default()
         };
         let mixed = by_sample(&module.attention(&q?, &k?, &v?, &spec, 0.1)?)?;
         let x = module.add(&linear("row", &mixed)?, &x)?;

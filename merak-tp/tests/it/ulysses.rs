@@ -18,6 +18,11 @@ use merak_trace::{
 use serde_json::{Value as Json, json};
 
 const CUT: Sequence = Sequence::Cut { dim: 1 };
+const METHODS: [SequenceMethod; 3] = [
+    SequenceMethod::Ulysses,
+    SequenceMethod::AllGather,
+    SequenceMethod::Ring,
+];
 const LIKE: Sequence = Sequence::WholeLikeCut { dim: 1 };
 
 fn options(seq: usize) -> TraceOptions {
@@ -51,10 +56,10 @@ fn degrees(tp: usize, sp: usize) -> Degrees {
 }
 
 /// Checks training on `sp` ranks for each of the tensor axis, and forwards of whole sequences, by
-/// both methods.
+/// all methods.
 #[track_caller]
 fn check(config: &Json, options: &TraceOptions, tensor: &Options, sp: usize) {
-    for method in [SequenceMethod::Ulysses, SequenceMethod::AllGather] {
+    for method in METHODS {
         check_by(method, config, options, tensor, sp);
     }
 }
@@ -108,7 +113,7 @@ fn decoders_with_dropout_tied_and_untied_heads() {
 }
 
 #[test]
-fn more_ranks_than_heads_gather_keys_and_values() {
+fn more_ranks_than_heads_gather_keys_and_values_or_pass_them_round() {
     let mut one = gpt2(1, 0.1, true);
     one["n_head"] = 1.into();
     let windowed = |window: usize| {
@@ -118,14 +123,20 @@ fn more_ranks_than_heads_gather_keys_and_values() {
         config
     };
     for config in [one, llama(1, 2, 0.1), windowed(3), windowed(1)] {
-        let gather = SequenceMethod::AllGather;
-        check_by(gather, &config, &options(8), &Options::new(1), 8);
-        for visible in [Visible::Unpadded, Visible::Document] {
-            let options = TraceOptions {
-                visible,
-                ..options(12)
-            };
-            check_by(gather, &config, &options, &Options::new(1), 3);
+        for method in [SequenceMethod::AllGather, SequenceMethod::Ring] {
+            // Slices of neighbours, then mirrored ones.
+            for seq in [8, 16] {
+                check_by(method, &config, &options(seq), &Options::new(1), 8);
+            }
+            for visible in [Visible::Unpadded, Visible::Document] {
+                for seq in [9, 12] {
+                    let options = TraceOptions {
+                        visible,
+                        ..options(seq)
+                    };
+                    check_by(method, &config, &options, &Options::new(1), 3);
+                }
+            }
         }
     }
 }
@@ -144,6 +155,42 @@ fn gathered_attention_has_four_collectives_of_each_layer() {
     // Keys and values are gathered once, their gradients summed once.
     assert_eq!((count("all_gather"), count("reduce_scatter")), (2, 2));
     assert_eq!(count("all_to_all"), 0);
+}
+
+#[test]
+fn keys_and_values_go_round_once_forward_and_with_their_gradients_backward() {
+    // Bytes of [2, 8, 16], and of two key heads of four, in f64.
+    for (config, keys) in [(gpt2(2, 0.1, true), 16), (llama(2, 2, 0.0), 8)] {
+        let bytes = 2 * 8 * keys * 8;
+        for (recomputes, again) in [(false, 0), (true, 2)] {
+            let ring = Options::along_sequence(4, CUT, SequenceMethod::Ring);
+            let (_, cut) = split(&config, &options(8), &Options::new(1), &ring);
+            let cut = cut.expect("the sequence can be cut");
+            let chunks = recomputes.then(|| 0..cut.graph.nodes().len());
+            let plan = RecomputePlan {
+                chunks: chunks.into_iter().collect(),
+                ..RecomputePlan::default()
+            };
+            let program =
+                StageProgram::training(&cut.graph, &StageCuts::whole(&cut.graph), 0, &plan);
+            let traffic = Traffic::of([&program.expect("differentiable")], Axis::Sequence);
+            let of_layers = traffic
+                .layers
+                .iter()
+                .filter(|row| row.layer.ends_with(['0', '1']));
+            let rows: Vec<_> = of_layers.collect();
+            assert_eq!(rows.len(), 2, "{traffic}");
+            for row in rows {
+                let counts = [row.forward, row.recomputed, row.backward];
+                assert_eq!((row.collective, counts), ("ring", [2, again, 4]));
+                assert_eq!(row.bytes, (6 + again) * bytes);
+            }
+            if !recomputes {
+                let counted: usize = traffic.total().iter().map(|row| row.bytes).sum();
+                assert_eq!(counted, cut.report.bytes());
+            }
+        }
+    }
 }
 
 #[test]

@@ -207,6 +207,7 @@ impl Rule<'_, '_> {
             | Op::RmsNormGradInput
             | Op::RmsNormGradParams
             | Op::AttentionGrad(_)
+            | Op::JoinAttention
             | Op::ActivationGrad(_)
             | Op::SiluMulGrad
             | Op::SoftmaxGrad

@@ -7,68 +7,107 @@ use crate::{
     op::{Reduction, RegionKind},
     placement::Shard,
 };
-use merak_mpu::{Buffer, Group, ReduceOp};
+use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp};
 use std::slice;
 
+/// A value on its way over the border of a region.
+pub(super) enum Crossing {
+    /// No other rank is needed.
+    Done(Value),
+    /// Other ranks are.
+    Started(Started),
+}
+
+/// A collective under way.
+#[derive(Debug)]
+pub(super) struct Started {
+    pending: Pending<Box<dyn Buffer>>,
+    /// The type of what comes from each rank, or of the result.
+    received: TensorType,
+    degree: usize,
+}
+
+pub(super) fn failed(call: Call<'_>, source: merak_mpu::Error) -> Error {
+    Error::Collective {
+        node: call.name.to_owned(),
+        source,
+    }
+}
+
 impl Interpreter {
-    /// Takes a value over the border of a region whose work is split over a group.
-    pub(super) fn cross(
+    /// Takes a value over the border of a region whose work is split over a group, as far as that
+    /// needs no other rank.
+    pub(super) fn start_crossing(
         &self,
         call: Call<'_>,
         value: Value,
         group: &Group,
         kind: RegionKind<'_>,
-    ) -> Result<Value> {
+    ) -> Result<Crossing> {
         let degree = group.world_size();
-        match kind {
-            RegionKind::CopyTo => Ok(value),
-            RegionKind::AllReduce(reduction) => {
-                let op = match reduction {
-                    Reduction::Sum => ReduceOp::Sum,
-                    Reduction::Max => ReduceOp::Max,
-                };
-                let reduced = self.exchange(call, value, |buffer| group.all_reduce(buffer, op))?;
-                self.backend.from_buffer(&call.results[0], reduced)
-            }
-            // The slices of all ranks arrive in rank order.
-            RegionKind::AllGather { shard, .. } => {
-                let local = value.ty().clone();
-                let gathered = self.exchange(call, value, |buffer| group.all_gather(buffer))?;
-                let slices = self.by_rank(call, &local, gathered, degree)?;
-                self.join(call, slices, shard)
-            }
+        let (value, received) = match kind {
+            RegionKind::CopyTo => return Ok(Crossing::Done(value)),
             RegionKind::Scatter(shard) => {
                 let pieces = self.pieces(call, value, shard, degree)?;
-                self.slice(call, &pieces, shard, (group.rank(), degree))
+                let own = self.slice(call, &pieces, shard, (group.rank(), degree))?;
+                return Ok(Crossing::Done(own));
+            }
+            RegionKind::AllReduce(_) => (value, call.results[0].clone()),
+            RegionKind::AllGather { .. } => {
+                let local = value.ty().clone();
+                (value, local)
             }
             RegionKind::ReduceScatter(shard) => {
                 let stacked = self.stacked_slices(call, value, shard, degree)?;
-                let sum = |buffer| group.reduce_scatter(buffer, ReduceOp::Sum);
-                let own = self.exchange(call, stacked, sum)?;
-                self.backend.from_buffer(&call.results[0], own)
+                (stacked, call.results[0].clone())
             }
-            RegionKind::AllToAll { from, to } => {
+            RegionKind::AllToAll { to, .. } => {
                 let piece = value.ty().with_dim(to.dim, to.local_size(degree));
-                let stacked = self.stacked_slices(call, value, to, degree)?;
-                let received = self.exchange(call, stacked, |buffer| group.all_to_all(buffer))?;
-                let pieces = self.by_rank(call, &piece, received, degree)?;
-                self.join(call, pieces, from)
+                (self.stacked_slices(call, value, to, degree)?, piece)
             }
-        }
+        };
+        let buffer = self.backend.into_buffer(value)?;
+        let started = match kind {
+            RegionKind::AllReduce(Reduction::Max) => group.start_all_reduce(buffer, ReduceOp::Max),
+            RegionKind::AllReduce(Reduction::Sum) => group.start_all_reduce(buffer, ReduceOp::Sum),
+            RegionKind::AllGather { .. } => group.start_all_gather(buffer),
+            RegionKind::AllToAll { .. } => group.start_all_to_all(buffer),
+            RegionKind::ReduceScatter(_) | RegionKind::CopyTo | RegionKind::Scatter(_) => {
+                group.start_reduce_scatter(buffer, ReduceOp::Sum)
+            }
+        };
+        let pending = started.map_err(|source| failed(call, source))?;
+        Ok(Crossing::Started(Started {
+            pending,
+            received,
+            degree,
+        }))
     }
 
-    /// Hands a value to the other ranks as `send` does.
-    fn exchange(
+    /// Waits for what was started, and puts the parts of all ranks together.
+    pub(super) fn finish_crossing(
         &self,
         call: Call<'_>,
-        value: Value,
-        send: impl FnOnce(Box<dyn Buffer>) -> merak_mpu::Result<Box<dyn Buffer>>,
-    ) -> Result<Box<dyn Buffer>> {
-        let buffer = self.backend.into_buffer(value)?;
-        send(buffer).map_err(|source| Error::Collective {
-            node: call.name.to_owned(),
-            source,
-        })
+        started: Started,
+        kind: RegionKind<'_>,
+    ) -> Result<Value> {
+        let Started {
+            pending,
+            received,
+            degree,
+        } = started;
+        let buffer = pending.wait().map_err(|source| failed(call, source))?;
+        match kind {
+            // The parts of all ranks arrive in rank order.
+            RegionKind::AllGather { shard, .. } | RegionKind::AllToAll { from: shard, .. } => {
+                let parts = self.by_rank(call, &received, buffer, degree)?;
+                self.join(call, parts, shard)
+            }
+            RegionKind::AllReduce(_)
+            | RegionKind::ReduceScatter(_)
+            | RegionKind::CopyTo
+            | RegionKind::Scatter(_) => self.backend.from_buffer(&received, buffer),
+        }
     }
 
     /// The values of type `local` of `degree` ranks, which lie one behind the other.
@@ -116,8 +155,8 @@ impl Interpreter {
         (rank, degree): (usize, usize),
     ) -> Result<Value> {
         let mut own = Vec::with_capacity(2 * shard.parts.len());
-        let local = pieces.iter().skip(rank).step_by(degree);
-        for (piece, room) in local.zip(shard.local_parts(degree)) {
+        for (part, room) in shard.local_parts(degree).enumerate() {
+            let piece = &pieces[part * degree + shard.turned(part, rank, degree)];
             let padding = room - piece.ty().shape[shard.dim];
             own.push(piece.clone());
             if padding > 0 {
@@ -132,7 +171,7 @@ impl Interpreter {
         self.concat(call, own, shard.dim)
     }
 
-    /// For each part of a cut dimension the pieces of all `degree` ranks.
+    /// The pieces of all `degree` ranks of each part of a cut dimension, in its order.
     fn pieces(
         &self,
         call: Call<'_>,
@@ -141,10 +180,11 @@ impl Interpreter {
         degree: usize,
     ) -> Result<Vec<Value>> {
         let parts = 0..shard.parts.len();
-        let of_part = |part| move |rank| shard.own_of_part(part, rank, degree).len();
-        let sizes: Vec<_> = parts
-            .flat_map(|part| (0..degree).map(of_part(part)))
-            .collect();
+        let of_part = |part| {
+            let owner = move |index| shard.turned(part, index, degree);
+            (0..degree).map(move |index| shard.own_of_part(part, owner(index), degree).len())
+        };
+        let sizes: Vec<_> = parts.flat_map(of_part).collect();
         self.split(call, value, shard.dim, &sizes)
     }
 
@@ -156,9 +196,10 @@ impl Interpreter {
         let by_rank = slices.into_iter().map(split).collect::<Result<Vec<_>>>()?;
         let mut pieces = Vec::with_capacity(degree * part_sizes.len());
         for (part, &size) in part_sizes.iter().enumerate() {
-            for (rank, parts) in by_rank.iter().enumerate() {
+            for index in 0..degree {
+                let rank = shard.turned(part, index, degree);
                 let own = shard.own_of_part(part, rank, degree).len();
-                let piece = parts[part].clone();
+                let piece = by_rank[rank][part].clone();
                 match own {
                     0 => {}
                     _ if own == size => pieces.push(piece),
@@ -209,7 +250,7 @@ impl Interpreter {
     }
 
     /// Runs an operation with one result.
-    fn run_one(
+    pub(super) fn run_one(
         &self,
         call: Call<'_>,
         op: &Op,

@@ -17,6 +17,7 @@
 
 mod backward;
 mod forward;
+mod join;
 mod newest;
 #[cfg(test)]
 mod tests;
@@ -25,10 +26,12 @@ use std::ops::Range;
 
 pub use backward::{AttentionGrads, attention_grad};
 pub use forward::attention;
+pub use join::join_attention;
 pub use newest::{Newest, attention_newest};
 
 use super::dropout::Mask;
 use super::{DropoutMask, Float, MatMut, MatRef};
+use crate::op::Places;
 
 /// Queries per block and keys per tile, a multiple of 64.
 const QUERIES: usize = 64;
@@ -129,7 +132,8 @@ impl<'a, T> AttentionMask<'a, T> {
 }
 
 /// Dropout of the probabilities. The probability of (head, query, key) is element
-/// `(head Sq + query) Sk + key` of its sample; samples and heads have their global numbers.
+/// `(head Sq + query) Sk + key` of its sample; samples and heads have their global numbers, and
+/// with [`AttentionSpec::places`] so have queries and keys.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionDropout {
     /// Key and probability.
@@ -147,14 +151,14 @@ pub struct AttentionSpec<'a, T> {
     pub shape: AttentionShape,
     /// Factor of the scores, usually `head_dim^(-1/2)`.
     pub scale: f64,
-    /// The place of query 0 among the keys; unset: `Sk - Sq`.
-    pub first_query: Option<usize>,
+    /// Where queries and keys lie in their sequence; unset: the last query lies at the last key.
+    pub places: Option<Places>,
     /// Query i sees the keys up to its own place.
     pub causal: bool,
     /// Query i sees keys less than this far before its own place (unless causal, also after it).
     pub window: Option<usize>,
-    /// The keys of the document at each key, `[B, Sk]`; they begin and end no earlier for a later
-    /// one. A query sees those at its own place.
+    /// The positions of the document at each position, `[B, S]`; they begin and end no earlier for
+    /// a later one. A query sees keys of the one at its own place.
     pub documents: Option<&'a [Range<usize>]>,
     /// Added to the scores.
     pub mask: Option<AttentionMask<'a, T>>,
@@ -171,7 +175,7 @@ impl<T: Float> AttentionSpec<'_, T> {
         Self {
             shape,
             scale: 1.0 / (shape.head_dim as f64).sqrt(),
-            first_query: None,
+            places: None,
             causal: false,
             window: None,
             documents: None,
@@ -194,10 +198,10 @@ impl<T: Float> AttentionSpec<'_, T> {
     /// Keys that a query of a sample sees, without regard to the additive mask.
     fn visible(&self, batch: usize, query: usize) -> Range<usize> {
         let AttentionShape { q_len, k_len, .. } = self.shape;
-        // One past the place of the query among the keys, plus `before`.
-        let (shifted, before) = match self.first_query {
-            Some(first) => (query + 1 + first, 0),
-            None => (query + 1 + k_len, q_len),
+        // One past the place of the query, plus `before`; and the number of places.
+        let (shifted, before, len) = match &self.places {
+            Some(places) => (places.queries.at(query) + 1, 0, places.len),
+            None => (query + 1 + k_len, q_len, k_len),
         };
         let past_self = shifted.saturating_sub(before);
         let window = self.window.unwrap_or(usize::MAX);
@@ -206,15 +210,23 @@ impl<T: Float> AttentionSpec<'_, T> {
         } else {
             shifted.saturating_add(window).saturating_sub(before + 1)
         };
-        let end = end.min(k_len);
+        let end = end.min(len);
         let start = past_self.saturating_sub(window).min(end);
-        match self.documents {
-            None => start..end,
+        let (start, end) = match self.documents {
+            None => (start, end),
             Some(documents) => {
-                let document = &documents[batch * k_len + past_self - 1];
+                let document = &documents[batch * len + past_self - 1];
                 let end = end.min(document.end);
-                start.max(document.start).min(end)..end
+                (start.max(document.start).min(end), end)
             }
+        };
+        match &self.places {
+            // The visible places are neighbours, and so are the keys at them.
+            Some(places) => {
+                let before = |place| places.keys.before(place, k_len);
+                before(start)..before(end)
+            }
+            None => start..end,
         }
     }
 
@@ -269,13 +281,22 @@ impl<T: Float> AttentionSpec<'_, T> {
         row: &mut [T],
     ) {
         let AttentionShape { q_len, k_len, .. } = self.shape;
-        let (queries, query) = match self.first_query {
-            Some(first) => (k_len, first + query),
-            None => (q_len, query),
+        let (sample, head) = (
+            place.first_sample + batch as u64,
+            place.first_head + head as u64,
+        );
+        let element = |(queries, query): (usize, usize), (keys, key): (usize, usize)| {
+            (head * queries as u64 + query as u64) * keys as u64 + key as u64
         };
-        let head = place.first_head + head as u64;
-        let element = (head * queries as u64 + query as u64) * k_len as u64 + first_key as u64;
-        mask.apply(place.first_sample + batch as u64, element, row);
+        let Some(places) = &self.places else {
+            let element = element((q_len, query), (k_len, first_key));
+            return mask.apply(sample, element, row);
+        };
+        let query = (places.len, places.queries.at(query));
+        for (keys, key) in places.keys.parts(first_key..first_key + row.len()) {
+            let part = &mut row[keys.start - first_key..keys.end - first_key];
+            mask.apply(sample, element(query, (places.len, key)), part);
+        }
     }
 }
 

@@ -7,6 +7,7 @@
 use super::philox::{self, Key};
 use super::simd::vectorize;
 use super::{Float, Threads};
+use crate::Runs;
 
 /// Elements per unit of parallel work.
 const CHUNK: usize = 16 * 1024;
@@ -34,8 +35,8 @@ pub struct DropoutMask {
 /// Where a slice lies in its logical tensor `[samples, outer, dim, inner]`.
 ///
 /// The slice holds whole samples and `dim_local` of the `dim_full` indices of one dimension.
-/// Element `(s, o, d, i)` of the slice is drawn as element `(o dim_full + dim_start + d) inner + i`
-/// of sample `first_sample + s`, so slices of one tensor draw the matching pieces of one mask.
+/// Element `(s, o, d, i)` of the slice is drawn as element `(o dim_full + runs(d)) inner + i` of
+/// sample `first_sample + s`, so slices of one tensor draw the matching pieces of one mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleSlice {
     /// Global index of the first sample.
@@ -44,8 +45,8 @@ pub struct SampleSlice {
     pub outer: usize,
     /// Size of the divided dimension in the logical tensor.
     pub dim_full: usize,
-    /// First index of that dimension in the slice.
-    pub dim_start: usize,
+    /// Where the indices of that dimension in the slice lie in the logical tensor.
+    pub runs: Runs,
     /// Number of indices of that dimension in the slice.
     pub dim_local: usize,
     /// Product of the dimensions after it.
@@ -59,7 +60,7 @@ impl SampleSlice {
             first_sample,
             outer: 1,
             dim_full: elements,
-            dim_start: 0,
+            runs: Runs::one(0),
             dim_local: elements,
             inner: 1,
         }
@@ -73,8 +74,10 @@ impl SampleSlice {
         while done < len {
             let (run, skip) = ((start + done) / run_len, (start + done) % run_len);
             let (sample, outer) = (run / self.outer, run % self.outer);
-            let element = (outer * self.dim_full + self.dim_start) * self.inner + skip;
-            let count = (run_len - skip).min(len - done);
+            let (dim, inner) = (skip / self.inner, skip % self.inner);
+            let element = (outer * self.dim_full + self.runs.at(dim)) * self.inner + inner;
+            let neighbours = self.runs.neighbours(dim, self.dim_local) * self.inner - inner;
+            let count = neighbours.min(len - done);
             let sample = self.first_sample + sample as u64;
             f(sample, element as u64, (done, done + count));
             done += count;
@@ -210,7 +213,7 @@ mod tests {
             first_sample,
             outer,
             dim_full: dim,
-            dim_start,
+            runs: Runs::one(dim_start),
             dim_local,
             inner,
         };
@@ -238,11 +241,11 @@ mod tests {
             (cut, samples, p) in (0.0..1.0, 1_usize..4, 0.1..0.9),
         ) {
             let cut = ((dim as f64 * cut) as usize).clamp(1, dim - 1);
-            let place = |dim_start, dim_local| SampleSlice {
+            let place = |runs, dim_local| SampleSlice {
                 first_sample: 7,
                 outer,
                 dim_full: dim,
-                dim_start,
+                runs,
                 dim_local,
                 inner,
             };
@@ -252,10 +255,21 @@ mod tests {
                 dropout(&Threads::one(), DropoutMask { key: KEY, p }, slice, &vec![1.0; len], &mut y);
                 y
             };
-            let (low, high) = (draw(place(0, cut)), draw(place(cut, dim - cut)));
+            let whole = draw(place(Runs::one(0), dim));
+            let (low, high) = (Runs::one(0), Runs::one(cut));
+            let (low, high) = (draw(place(low, cut)), draw(place(high, dim - cut)));
             let rows = low.chunks(cut * inner).zip(high.chunks((dim - cut) * inner));
             let joined: Vec<f64> = rows.flat_map(|(low, high)| [low, high].concat()).collect();
-            prop_assert_eq!(joined, draw(place(0, dim)));
+            prop_assert_eq!(&joined, &whole);
+            // The indices around the cut are those of another rank.
+            let ends = (cut / 2, dim - (dim - cut) / 2);
+            let len = ends.0 + dim - ends.1;
+            let around = draw(place(Runs::two(0, ends.0, ends.1), len));
+            let rows = around.chunks((len * inner).max(1)).zip(whole.chunks(dim * inner));
+            for (own, all) in rows {
+                prop_assert_eq!(&own[..ends.0 * inner], &all[..ends.0 * inner]);
+                prop_assert_eq!(&own[ends.0 * inner..], &all[ends.1 * inner..]);
+            }
         }
     }
 

@@ -72,6 +72,7 @@ impl Op {
             | Self::RelativeBuckets(_)
             | Self::Embedding { .. }
             | Self::Rope(_)
+            | Self::JoinAttention
             | Self::Activation(_)
             | Self::Dropout(_)
             | Self::Scale { .. }

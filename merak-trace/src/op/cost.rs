@@ -81,6 +81,7 @@ impl Shapes<'_> {
         self.graph.ty(self.node.inputs[operand]).last_dim() as u128
     }
 
+    #[expect(clippy::too_many_lines, reason = "an entry per operation")]
     fn flops(&self) -> u128 {
         match &self.node.op {
             Op::Positions { .. }
@@ -131,7 +132,9 @@ impl Shapes<'_> {
             | Op::SumAll
             | Op::VocabMax { .. } => self.x(0),
             Op::Dropout(_) | Op::InverseRoot => 2 * self.x(0),
-            Op::Rope(_) | Op::RmsNormGradParams | Op::VocabSums { .. } => 3 * self.x(0),
+            Op::JoinAttention | Op::Rope(_) | Op::RmsNormGradParams | Op::VocabSums { .. } => {
+                3 * self.x(0)
+            }
             Op::RmsNorm { .. }
             | Op::Softmax
             | Op::SoftmaxGrad
@@ -150,8 +153,12 @@ impl Shapes<'_> {
         let size = |operand: usize, dim: usize| {
             self.graph.ty(self.node.inputs[operand]).shape[dim] as u128
         };
-        let (batch, own, keys) = (size(q, 0), size(q, 1), size(q + 1, 1));
-        // Slices of queries take their share of all: those of the last rank see most keys.
+        let (batch, own) = (size(q, 0), size(q, 1));
+        let keys = match spec.ring() {
+            Some(slice) => slice.full as u128,
+            None => size(q + 1, 1),
+        };
+        // Slices of queries take their share of all: the mean, where the last ones see most keys.
         let queries = if spec.queries.is_some() { keys } else { own };
         let most = spec.window.map_or(keys, |window| keys.min(window as u128));
         let seen = if spec.causal {
@@ -234,9 +241,8 @@ mod tests {
             scale: 1.0,
             causal,
             window,
-            documents: false,
-            queries: None,
             dropout: None,
+            ..Attention::default()
         };
         graph
             .add_node(&"".into(), Op::Attention(spec), operands)

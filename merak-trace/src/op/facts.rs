@@ -95,8 +95,15 @@ impl Op {
             Self::RmsNormGradInput => ("rms_norm_grad_input", Class::Gradient, own),
             Self::RmsNormGradParams => ("rms_norm_grad_params", Class::Gradient, sum),
 
+            Self::Attention(spec) if spec.ring().is_some() => {
+                ("ring_attention", Class::Attention, own)
+            }
             Self::Attention(_) => ("attention", Class::Attention, own),
+            Self::AttentionGrad(spec) if spec.ring().is_some() => {
+                ("ring_attention_grad", Class::Gradient, own)
+            }
             Self::AttentionGrad(_) => ("attention_grad", Class::Gradient, own),
+            Self::JoinAttention => ("join_attention", Class::Function, own),
             Self::Rope(rope) if rope.inverse => ("rope_inverse", Class::Rope, own),
             Self::Rope(_) => ("rope", Class::Rope, own),
 
@@ -179,13 +186,25 @@ impl Op {
 
     /// The mesh axis that this operation communicates over, forward.
     pub fn communicates(&self) -> Option<Axis> {
+        if let Some(slice) = self.ring() {
+            return Some(slice.axis);
+        }
         let region = self.region()?;
         region.kind.forward().map(|_| region.axis)
     }
 
+    /// The slice whose keys and values, or their gradients too, go round the ranks of its axis.
+    pub fn ring(&self) -> Option<AxisSlice> {
+        let (Self::Attention(spec) | Self::AttentionGrad(spec)) = self else {
+            return None;
+        };
+        spec.ring()
+    }
+
     /// Whether a backend computes the results; the interpreter has those of other operations.
     pub fn has_kernel(&self) -> bool {
-        !matches!(self.class(), Class::Identity | Class::Region(_))
+        let is_between_ranks = matches!(self.class(), Class::Identity | Class::Region(_));
+        !is_between_ranks && self.ring().is_none()
     }
 
     /// Whether the results count as constants: no gradient passes to the operands.
@@ -244,6 +263,7 @@ impl Op {
             | Self::RmsNorm { .. }
             | Self::RmsNormGradInput
             | Self::RmsNormGradParams
+            | Self::JoinAttention
             | Self::Rope(_)
             | Self::Activation(_)
             | Self::ActivationGrad(_)

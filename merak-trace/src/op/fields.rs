@@ -1,6 +1,6 @@
 //! The fields of operations.
 
-use crate::TensorType;
+use crate::{Runs, TensorType};
 use merak_mpu::{Axis, Coord};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -77,11 +77,39 @@ pub struct AxisSlice {
     pub dim: usize,
     /// Its size in the whole tensor.
     pub full: usize,
+    /// Whether the cut is [mirrored](crate::Shard::mirrored).
+    #[serde(default)]
+    pub mirrored: bool,
 }
 
 impl AxisSlice {
-    /// The indices of the whole dimension that the rank at `place` holds, of which each rank's
-    /// tensor has room for `local`. Behind the end of the dimension lies padding.
+    /// A slice of a dimension with `full` indices, of which each rank has neighbouring ones.
+    pub fn new(axis: Axis, dim: usize, full: usize) -> Self {
+        Self {
+            axis,
+            dim,
+            full,
+            mirrored: false,
+        }
+    }
+
+    /// Where the slice of a rank of the axis lies in the whole dimension, of which each rank's
+    /// tensor has `local` indices.
+    pub fn runs(&self, rank: usize, local: usize) -> Runs {
+        if self.mirrored {
+            let half = local / 2;
+            Runs::two(
+                rank * half,
+                half,
+                self.full.saturating_sub((rank + 1) * half),
+            )
+        } else {
+            Runs::one(rank * local)
+        }
+    }
+
+    /// The neighbouring indices of the whole dimension that the rank at `place` holds, of which
+    /// each rank's tensor has room for `local`. Behind the end of the dimension lies padding.
     pub fn own(&self, place: Coord, local: usize) -> Range<usize> {
         let start = place.get(self.axis) * local;
         start.min(self.full)..(start + local).min(self.full)
@@ -120,16 +148,41 @@ impl DropoutSpec {
         self.slice.map(|slice| (slice.dim, slice.full))
     }
 
-    /// The first index of the cut dimension that the rank at `place` holds, of which each rank has
-    /// `local`.
-    pub fn first_index(&self, place: Coord, local: usize) -> usize {
-        let first = |slice: AxisSlice, size| place.get(slice.axis) * size;
+    /// Where the indices of the cut dimension that the rank at `place` holds lie in the whole one;
+    /// each rank has `local`.
+    pub fn runs(&self, place: Coord, local: usize) -> Runs {
+        let of = |slice: AxisSlice, size| slice.runs(place.get(slice.axis), size);
         match (self.slice, self.nested) {
-            (None, _) => 0,
-            (Some(slice), None) => first(slice, local),
-            (Some(slice), Some(nested)) => first(slice, nested.full) + first(nested, local),
+            (None, _) => Runs::one(0),
+            (Some(slice), None) => of(slice, local),
+            (Some(slice), Some(nested)) => of(slice, nested.full).skip(of(nested, local).at(0)),
         }
     }
+}
+
+/// Which keys the operands of an attention hold, where its queries are a slice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Keys {
+    /// Those of all positions.
+    #[default]
+    All,
+    /// Those at the places of the queries: they go round the ranks, so that queries meet all. The
+    /// operation communicates.
+    Ring,
+    /// Those at the places of the queries of this rank of the axis.
+    OfRank(usize),
+}
+
+/// Where the queries and the keys of an attention lie in a sequence of `len` positions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Places {
+    /// The places of the queries.
+    pub queries: Runs,
+    /// The places of the keys.
+    pub keys: Runs,
+    /// Number of positions.
+    pub len: usize,
 }
 
 /// Scaled dot-product attention over packed heads.
@@ -151,9 +204,12 @@ pub struct Attention {
     /// a run of equal ids is a document. An id of 0 hides nothing then.
     #[serde(default)]
     pub documents: bool,
-    /// The slice of the sequence that the queries are, where ranks share it and each has all keys.
+    /// The slice of the sequence that the queries are, where ranks share it.
     #[serde(default)]
     pub queries: Option<AxisSlice>,
+    /// Which keys the operands hold, where the queries are a slice.
+    #[serde(default)]
+    pub keys: Keys,
     /// Dropout of the probabilities; `slice` refers to the heads (dimension 1 of `[B, H, S, S]`).
     pub dropout: Option<DropoutSpec>,
 }
@@ -161,7 +217,7 @@ pub struct Attention {
 /// Positions of an attention's optional operands, where present.
 ///
 /// The required operands may be followed by `seen [B, Sk] i64` (0 hides a key from all queries of
-/// its sample; or the ids of documents), then by a pair of `table [R, heads]` and `index [Sq, Sk]
+/// its sample; or the ids of documents; for all positions, where keys go round), then by a pair of `table [R, heads]` and `index [Sq, Sk]
 /// i64`: the score of (head, query, key) gets `table[index[query, key], head]` added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionOptions {
@@ -172,10 +228,46 @@ pub struct AttentionOptions {
 }
 
 impl Attention {
-    /// The place of the first of `queries` among the keys of the rank at `place`, where the queries
-    /// are a slice; otherwise the last queries stand at the last keys.
-    pub fn first_query(&self, place: Coord, queries: usize) -> Option<usize> {
-        self.queries.map(|slice| slice.own(place, queries).start)
+    /// Where the operands lie that the rank at `place` has, `local` queries among them, if the
+    /// queries are a slice; otherwise the last queries stand at the last keys.
+    pub fn places(&self, place: Coord, local: usize) -> Option<Places> {
+        let slice = self.queries?;
+        let queries = slice.runs(place.get(slice.axis), local);
+        Some(Places {
+            queries,
+            keys: match self.keys {
+                Keys::All => Runs::one(0),
+                Keys::Ring => queries,
+                Keys::OfRank(rank) => slice.runs(rank, local),
+            },
+            len: slice.full,
+        })
+    }
+
+    /// The slice whose keys go round, if they do.
+    pub fn ring(&self) -> Option<AxisSlice> {
+        self.queries.filter(|_| self.keys == Keys::Ring)
+    }
+
+    /// Whether one of the `local` queries of the rank at `place` sees one of as many keys.
+    pub fn meets(&self, place: Coord, local: usize) -> bool {
+        let (Some(places), Some(last)) = (self.places(place, local), local.checked_sub(1)) else {
+            return true;
+        };
+        let Places { queries, keys, .. } = places;
+        let window = self.window.unwrap_or(usize::MAX);
+        let reaches = |late: usize, early: usize| late < early.saturating_add(window);
+        let is_early = !self.causal || keys.at(0) <= queries.at(last);
+        is_early && reaches(queries.at(0), keys.at(last)) && reaches(keys.at(0), queries.at(last))
+    }
+
+    /// The number of positions that the ids of documents, or the marks of hidden keys, cover, where
+    /// the operands have `keys` keys.
+    pub(crate) fn positions(&self, keys: usize) -> usize {
+        match (self.keys, self.queries) {
+            (Keys::Ring | Keys::OfRank(_), Some(slice)) => slice.full,
+            _ => keys,
+        }
     }
 }
 

@@ -10,10 +10,12 @@ use crate::support::{
     interpreter, interpreter_in, noise, value, views,
 };
 use merak_trace::{
-    AxisGroups, Batch, DType, Graph, Init, Op, ParamRole, Result, SharedBackend, SingleRank,
-    TensorType,
+    Axis, AxisGroups, Batch, Coord, DType, Graph, Init, Op, ParamRole, Result, RunContext,
+    SharedBackend, SingleRank, TensorType,
     fx::{self, AttentionTerms, Module, Symbol},
-    op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
+    op::{
+        Activation, Attention, AxisSlice, DropoutSpec, Keys, RelativeBuckets, Rope, WeightLayout,
+    },
 };
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
@@ -151,6 +153,8 @@ pub(crate) struct Run<'a> {
     /// The type in which these are kept, if not their own.
     pub(crate) kept: Option<DType>,
     pub(crate) groups: Arc<dyn AxisGroups>,
+    /// The rank's place on the mesh.
+    pub(crate) place: Coord,
 }
 
 impl<'a> Run<'a> {
@@ -164,6 +168,7 @@ impl<'a> Run<'a> {
             frozen: 0..0,
             kept: None,
             groups: Arc::new(SingleRank),
+            place: Coord::default(),
         }
     }
 }
@@ -224,7 +229,11 @@ pub(crate) fn measure(case: &Case<'_>, run: &Run<'_>) -> BTreeMap<String, Vec<f6
     let views = views(backend, params, &data);
     let batch = case.batch(&graph, backend);
     let mut grads = grad_store(backend, runner.program());
-    let out = runner.forward(&views, &batch, Vec::new(), context());
+    let context = RunContext {
+        place: run.place,
+        ..context()
+    };
+    let out = runner.forward(&views, &batch, Vec::new(), context);
     let mut out = out.expect(case.name);
     let loss = crate::support::numbers(backend, &out.outputs[0]);
     runner
@@ -450,8 +459,8 @@ fn odd_sizes_agree_for_attention_and_lookups() {
             causal,
             window,
             documents: false,
-            queries: None,
             dropout,
+            ..Attention::default()
         };
         let kv = t(&[2, len, kv_heads * head_dim]);
         let operands = [t(&[2, len, 2 * head_dim]), kv.clone(), kv];
@@ -491,6 +500,51 @@ fn odd_sizes_agree_for_attention_and_lookups() {
 }
 
 #[test]
+fn odd_sizes_agree_for_slices_of_queries_and_keys() {
+    // The first of three ranks, whose keys are all, its own, or those of the last one.
+    for (half, mirrored, causal, window, p) in [
+        (5, false, true, None, 0.0),
+        (17, true, true, None, 0.0),
+        (17, true, true, Some(9), 0.25),
+        (33, true, false, None, 0.25),
+        (4, false, false, Some(20), 0.0),
+    ] {
+        for keys in [Keys::All, Keys::OfRank(0), Keys::OfRank(2)] {
+            let dropout = (p > 0.0).then_some(DropoutSpec {
+                p,
+                key: 3,
+                slice: None,
+                nested: None,
+            });
+            let slice = AxisSlice {
+                mirrored,
+                ..AxisSlice::new(Axis::Sequence, 1, 6 * half)
+            };
+            let spec = Attention {
+                heads: 2,
+                kv_heads: 1,
+                head_dim: 4,
+                scale: 0.4,
+                causal,
+                window,
+                queries: Some(slice),
+                keys,
+                dropout,
+                ..Attention::default()
+            };
+            let len = if keys == Keys::All {
+                6 * half
+            } else {
+                2 * half
+            };
+            let kv = t(&[2, len, 4]);
+            let operands = [t(&[2, 2 * half, 8]), kv.clone(), kv];
+            check("attention", &operands, &[], &Op::Attention(spec));
+        }
+    }
+}
+
+#[test]
 fn odd_sizes_agree_for_attention_with_hidden_keys_and_biases() {
     for (q_len, k_len, causal, p, hides, biased) in [
         (33, 70, false, 0.0, true, false),
@@ -507,8 +561,8 @@ fn odd_sizes_agree_for_attention_with_hidden_keys_and_biases() {
             causal,
             window: None,
             documents: false,
-            queries: None,
             dropout: None,
+            ..Attention::default()
         };
         let buckets = RelativeBuckets {
             q_len,
@@ -562,8 +616,8 @@ fn documents_agree_with_windows_biases_and_dropout() {
             causal,
             window,
             documents: true,
-            queries: None,
             dropout: None,
+            ..Attention::default()
         };
         let buckets = RelativeBuckets {
             q_len: len,
@@ -661,8 +715,8 @@ fn what_is_no_number_spreads_alike_in_attention_and_losses() {
             causal: false,
             window: None,
             documents: false,
-            queries: None,
             dropout: None,
+            ..Attention::default()
         };
         let qkv = [t(&[2, 3, 9]), t(&[2, 3, 9]), t(&[2, 3, 9])];
         // PyTorch's kernel for the processor treats a query of NaN as one that sees no key, and

@@ -6,11 +6,11 @@ use crate::{
 };
 use merak_mpu::{Axis, Group, testing::world};
 use merak_trace::{
-    AxisGroups, DType, Init, Op, ParamRole, Result, Shard, TensorType,
+    AxisGroups, Coord, DType, Init, Op, ParamRole, Result, Shard, TensorType,
     fx::{AttentionTerms, Module, Symbol},
     op::{
-        Activation, Attention, AxisSlice, DropoutSpec, JoinedGrad, Reduction, RelativeBuckets,
-        Rope, WeightLayout,
+        Activation, Attention, AxisSlice, DropoutSpec, JoinedGrad, Keys, Reduction,
+        RelativeBuckets, Rope, WeightLayout,
     },
 };
 use serde::Deserialize;
@@ -145,8 +145,8 @@ impl Cases {
             causal: false,
             window: None,
             documents: false,
-            queries: None,
             dropout: None,
+            ..Attention::default()
         };
         let buckets = RelativeBuckets {
             q_len: 4,
@@ -227,11 +227,7 @@ impl Cases {
 
     /// The part of the first of two ranks with a vocabulary of 13.
     fn vocabulary(&mut self) {
-        let slice = |dim| AxisSlice {
-            axis: Axis::Tensor,
-            dim,
-            full: 13,
-        };
+        let slice = |dim| AxisSlice::new(Axis::Tensor, dim, 13);
         let ids = [("ids", TensorType::new([4], DType::I64), &[12, 0, 6, 7][..])];
         self.run(
             "embedding of a slice",
@@ -300,6 +296,7 @@ fn every_operation_has_a_case() {
     // These run on two ranks below.
     cases.note(&REGIONS);
     cases.note(&EXCHANGES);
+    cases.0.insert("join_attention".to_owned());
     let variants = variants();
     assert!(variants.len() > 40, "{variants:?}");
     let missing: Vec<_> = variants.difference(&cases.0).collect();
@@ -327,7 +324,7 @@ const REGIONS: Case<'static> = Case {
     build: &|module, _, _| {
         let axis = Axis::Tensor;
         let parts = vec![2, 4];
-        let shard = Shard { dim: 1, parts };
+        let shard = Shard::new(1, parts);
         let x = module.param("operand0", &[4, 6], Init::Normal(1.0), ParamRole::Weight)?;
         let op = Op::Scatter {
             axis,
@@ -399,14 +396,8 @@ const EXCHANGES: Case<'static> = Case {
     ids: &[],
     build: &|module, _, _| {
         let axis = Axis::Tensor;
-        let columns = Shard {
-            dim: 1,
-            parts: vec![2, 4],
-        };
-        let rows = Shard {
-            dim: 0,
-            parts: vec![4],
-        };
+        let columns = Shard::new(1, vec![2, 4]);
+        let rows = Shard::new(0, vec![4]);
         let x = module.param("operand0", &[4, 6], Init::Normal(1.0), ParamRole::Weight)?;
         let bent = one(module, Op::Activation(Activation::Silu), &[&x])?;
         let op = Op::ReduceScatter {
@@ -482,6 +473,83 @@ fn exchanges_of_two_ranks_sum_cut_and_turn() {
                 ] {
                     let place = format!("{what} of rank {rank} on {} in {dtype}", backend.name());
                     near(&place, &found[what], expected, tolerance(dtype), false);
+                }
+            }
+        }
+    }
+}
+
+/// Attention of two heads to the keys of a sequence of eight, of which each of two ranks has two
+/// slices: from queries, keys and values of its own and those that go round, or of one rank alone.
+fn ring_attention(is_ring: bool, module: &Module, x: &[Symbol]) -> Result<Vec<Symbol>> {
+    let axis = Axis::Tensor;
+    let shard = Shard::mirrored(1, 8);
+    let slice = AxisSlice {
+        mirrored: true,
+        ..AxisSlice::new(axis, 1, 8)
+    };
+    let spec = Attention {
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 3,
+        scale: 0.7,
+        causal: true,
+        window: Some(6),
+        queries: is_ring.then_some(slice),
+        keys: if is_ring { Keys::Ring } else { Keys::All },
+        ..Attention::default()
+    };
+    let own = |x: &Symbol| {
+        let (shard, local) = (shard.clone(), 4);
+        if is_ring {
+            one(module, Op::Scatter { axis, shard, local }, &[x])
+        } else {
+            Ok(x.clone())
+        }
+    };
+    let [q, k, v] = [own(&x[0])?, own(&x[1])?, own(&x[2])?];
+    let mixed = one(module, Op::Attention(spec), &[&q, &k, &v])?;
+    let (shard, grad) = (shard.clone(), JoinedGrad::Whole);
+    if is_ring {
+        let joined = Op::AllGather { axis, shard, grad };
+        return Ok(vec![one(module, joined, &[&mixed])?]);
+    }
+    Ok(vec![mixed])
+}
+
+#[test]
+fn attention_in_a_ring_is_that_of_one_rank() {
+    let operands = [t(&[2, 8, 6]), t(&[2, 8, 3]), t(&[2, 8, 3])];
+    let case = |build: &'static Build<'static>| Case {
+        name: "attention",
+        operands: &operands,
+        ids: &[],
+        build,
+    };
+    let whole = case(&|module, x, _| ring_attention(false, module, x));
+    for backend in host_backends(1) {
+        for &dtype in dtypes(&backend) {
+            let expected = measure(&whole, &Run::new(&backend, dtype));
+            let found = world(2, |member| {
+                let group = member.world_group().expect("every rank is in the world");
+                let run = Run {
+                    place: Coord::default().with(Axis::Tensor, group.rank()),
+                    groups: Arc::new(TensorGroup(group)),
+                    ..Run::new(&backend, dtype)
+                };
+                let ring = case(&|module, x, _| ring_attention(true, module, x));
+                measure(&ring, &run)
+            });
+            for (rank, found) in found.iter().enumerate() {
+                for (what, expected) in &expected {
+                    let place = format!("{what} of rank {rank} on {} in {dtype}", backend.name());
+                    near(
+                        &place,
+                        &found[what],
+                        expected,
+                        2.0 * tolerance(dtype),
+                        false,
+                    );
                 }
             }
         }

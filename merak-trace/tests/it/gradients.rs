@@ -350,8 +350,8 @@ fn attention() {
             causal,
             window,
             documents: false,
-            queries: None,
             dropout,
+            ..Attention::default()
         };
         let operands = [
             t(&[2, 5, heads * 3]),
@@ -378,8 +378,8 @@ fn attention_with_hidden_keys_and_a_table_of_relative_positions() {
             causal,
             window: None,
             documents: false,
-            queries: None,
             dropout: None,
+            ..Attention::default()
         };
         let buckets = RelativeBuckets {
             q_len,

@@ -8,7 +8,7 @@ use crate::support::{
 use merak_trace::{
     Batch, DType, Graph, Init, Op, ParamRole, SharedBackend, TensorType,
     fx::{self, AttentionTerms, Module, Symbol},
-    op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
+    op::{Activation, Attention, DropoutSpec, Keys, RelativeBuckets, Rope, WeightLayout},
 };
 use serde::Deserialize;
 
@@ -70,6 +70,7 @@ const ATTENTION: Attention = Attention {
     window: None,
     documents: false,
     queries: None,
+    keys: Keys::All,
     dropout: None,
 };
 

@@ -156,8 +156,8 @@ impl Shape {
             causal: self.causal,
             window: self.window,
             documents: false,
-            queries: None,
             dropout: None,
+            ..Attention::default()
         };
         let mask: Vec<_> = (0..self.batch * self.k_len)
             .map(|key| {
@@ -245,8 +245,8 @@ fn check_biased(q_len: usize, k_len: usize, causal: bool, p: f64) {
         causal,
         window: None,
         documents: false,
-        queries: None,
         dropout: None,
+        ..Attention::default()
     };
     let buckets = RelativeBuckets {
         q_len,
@@ -297,13 +297,13 @@ fn attentions_with_dropout_of_any_shape() {
             causal: true,
             window: None,
             documents: false,
-            queries: None,
             dropout: Some(DropoutSpec {
                 p,
                 key: 5,
                 slice: None,
                 nested: None,
             }),
+            ..Attention::default()
         };
         let operands = [t(&[1, len, 3]), t(&[1, len, 1]), t(&[1, len, 1])];
         check(

@@ -102,17 +102,23 @@ pub(crate) struct Gpt {
     /// Description of an adapter that is trained in place of the model, as PEFT writes it.
     #[arg(long, value_name = "FILE")]
     lora_config: Option<String>,
+    /// What runs while sums over tensor-parallel ranks pass, 0 to 3.
+    #[arg(long, value_name = "LEVEL", default_value_t = 0)]
+    overlap: usize,
     /// Megabytes in a second that each rank exchanges with its replicas, as over a slower network.
     #[arg(long, value_name = "MB", value_parser = speed)]
     replica_link: Option<f64>,
+    /// The same between the tensor-parallel ranks of a layer.
+    #[arg(long, value_name = "MB", value_parser = speed)]
+    tensor_link: Option<f64>,
 }
 
 /// What a rank tells of the steps.
 struct RankOutcome {
     reports: Vec<StepReport>,
-    /// How long its link to the replicas was busy, and how long it stood still for it, in the
-    /// measured steps.
-    on_link: Option<[Duration; 2]>,
+    /// How long its links to the replicas and within a layer were busy, and how long it stood still
+    /// for them, in the measured steps.
+    on_links: [Option<[Duration; 2]>; 2],
     state_bytes: usize,
     /// Bytes of copies of gradients on their way to replicas.
     exchange_bytes: usize,
@@ -182,7 +188,7 @@ impl Gpt {
         });
         let results = self.train(&plan, args, &data)?;
         let RankOutcome {
-            reports, on_link, ..
+            reports, on_links, ..
         } = &results[0];
         let mut times: Vec<_> = reports[self.warmup..]
             .iter()
@@ -196,7 +202,7 @@ impl Gpt {
             .iter()
             .map(|need| need.weights + need.gradients + need.optimizer);
         let ms_per_step = |time: Duration| time.as_secs_f64() * 1e3 / self.steps as f64;
-        let on_link = on_link.map(|times| times.map(ms_per_step));
+        let [replica, tensor] = on_links.map(|on_link| on_link.map(|times| times.map(ms_per_step)));
         Ok(json!({
             "mode": self.mode(),
             "schedule": plan.schedule_name(),
@@ -210,8 +216,10 @@ impl Gpt {
             "planned_state_bytes": planned.max(),
             "exchange_bytes": results.iter().map(|rank| rank.exchange_bytes).max(),
             "planned_exchange_bytes": planned_exchange.max(),
-            "replica_link_ms": on_link.map(|[busy, _]| busy),
-            "replica_wait_ms": on_link.map(|[_, waited]| waited),
+            "replica_link_ms": replica.map(|[busy, _]| busy),
+            "replica_wait_ms": replica.map(|[_, waited]| waited),
+            "tensor_link_ms": tensor.map(|[busy, _]| busy),
+            "tensor_wait_ms": tensor.map(|[_, waited]| waited),
         }))
     }
 
@@ -223,10 +231,11 @@ impl Gpt {
         data: &Arc<dyn Dataset>,
     ) -> Result<Vec<RankOutcome>> {
         run_world(args, |member| {
-            let link = self.link();
-            let member = link
-                .as_ref()
-                .map_or(member.clone(), |link| link.joined_by(&member));
+            let links = self.links();
+            let member = links
+                .iter()
+                .flatten()
+                .fold(member, |member, link| link.joined_by(&member));
             let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(data)),
@@ -234,34 +243,45 @@ impl Gpt {
             };
             let mut trainer = MerakTrainer::new(Arc::clone(plan), mpu, args, parts)?;
             let mut reports = Vec::new();
-            let times = || link.as_ref().map(|link| [link.busy(), link.waited()]);
-            let mut before = None;
+            let times = || {
+                let of = |link: &SlowLink| [link.busy(), link.waited()];
+                links.each_ref().map(|link| link.as_ref().map(of))
+            };
+            let mut before = times();
             for step in 0..self.warmup + self.steps {
                 if step == self.warmup {
                     before = times();
                 }
                 reports.push(trainer.train_step()?);
             }
-            let on_link = before
-                .zip(times())
-                .map(|(before, after)| [0, 1].map(|kind| after[kind].saturating_sub(before[kind])));
+            let after = times();
+            let on_links = [0, 1].map(|link| {
+                let (before, after) = before[link].zip(after[link])?;
+                Some([0, 1].map(|kind| after[kind].saturating_sub(before[kind])))
+            });
             let need = trainer.memory();
             Ok(RankOutcome {
                 reports,
-                on_link,
+                on_links,
                 state_bytes: need.weights + need.gradients + need.optimizer,
                 exchange_bytes: need.exchange,
             })
         })
     }
 
-    /// The link to the replicas, if it is to be a slower one.
-    fn link(&self) -> Option<SlowLink> {
-        let speed = LinkSpeed {
-            latency: Duration::ZERO,
-            bytes_per_second: self.replica_link? * 1e6,
+    /// The links to the replicas and within a layer that are to be slower ones.
+    fn links(&self) -> [Option<SlowLink>; 2] {
+        let of = |speed: Option<f64>, kind: GroupKind| {
+            let speed = LinkSpeed {
+                latency: Duration::ZERO,
+                bytes_per_second: speed? * 1e6,
+            };
+            Some(SlowLink::new(speed, kind.as_str()))
         };
-        Some(SlowLink::new(speed, GroupKind::DataSequence.as_str()))
+        [
+            of(self.replica_link, GroupKind::DataSequence),
+            of(self.tensor_link, GroupKind::Tensor),
+        ]
     }
 
     /// The run as a configuration.
@@ -285,6 +305,11 @@ impl Gpt {
             ("--pp", "pp", self.pp.to_string()),
             ("--sp", "sp", self.sp.to_string()),
             ("--zero", "zero_stage", self.zero.to_string()),
+            (
+                "--overlap",
+                "tp_overlapping_level",
+                self.overlap.to_string(),
+            ),
             ("--schedule", "train_schedule", self.schedule().to_owned()),
             (
                 "--virtual-stages",

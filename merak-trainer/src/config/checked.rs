@@ -4,7 +4,7 @@ use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 
 use merak_mpu::{DType, Degrees, Rank, Topology};
 use merak_pipe::Size;
-use merak_trace::backend::candle::Products;
+use merak_trace::{Overlap, backend::candle::Products};
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
 use super::{
@@ -274,6 +274,16 @@ impl CheckedArguments {
         let changes =
             |offload: &Offload| *offload != Offload::Host || self.compute.device != Device::Cpu;
         self.offload_optimizer.filter(changes)
+    }
+
+    /// What runs while sums over tensor-parallel ranks pass: nothing of a microbatch of one sample,
+    /// which has no halves, nor where the sequence comes before the samples.
+    pub(crate) fn overlap(&self) -> Overlap {
+        if self.per_device_train_batch_size < 2 || self.sequence_dim == 0 {
+            Overlap::None
+        } else {
+            self.tp_overlapping_level
+        }
     }
 
     /// Whether a rank waits within a pass for others that hold the same parameters.

@@ -129,8 +129,10 @@ choices! {
         Ulysses = "ulysses",
         /// Each rank gathers the keys and values of all positions for the queries of its own.
         AllGather = "all_gather",
+        /// Keys and values go round the ranks, each of which has the queries of its positions.
+        Ring = "ring",
     }
-    later ["ring"]
+    later []
 }
 
 impl From<SpMethod> for SequenceMethod {
@@ -138,6 +140,7 @@ impl From<SpMethod> for SequenceMethod {
         match method {
             SpMethod::Ulysses => Self::Ulysses,
             SpMethod::AllGather => Self::AllGather,
+            SpMethod::Ring => Self::Ring,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Keys whose type belongs to the crate that acts on it.
 
 use merak_partition::{RecomputeOp, SplitMethod};
+use merak_trace::Overlap;
 use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 use serde_json::{Map, Value};
 
@@ -87,6 +88,33 @@ impl Setting for ZeroStage {
 
     fn to_value(&self) -> Value {
         Value::from(u8::from(*self))
+    }
+}
+
+const OVERLAPS: [Overlap; 4] = [
+    Overlap::None,
+    Overlap::Linear,
+    Overlap::Block,
+    Overlap::Blocks,
+];
+
+/// The level, 0 to 3.
+impl Setting for Overlap {
+    fn expected(_: Range) -> String {
+        "0, 1, 2 or 3".into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        let level = usize::from_value(value)?;
+        OVERLAPS.get(level).copied().ok_or(Refusal::Type)
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        Self::from_value(&usize::from_text(text)?.to_value())
+    }
+
+    fn to_value(&self) -> Value {
+        OVERLAPS.iter().position(|overlap| overlap == self).into()
     }
 }
 

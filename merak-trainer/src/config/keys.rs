@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use merak_ckpt::EarlyStopping;
 use merak_partition::{RecomputeOp, SplitMethod};
 use merak_pipe::ScheduleKind;
+use merak_trace::Overlap;
 use merak_zero::{
     DynamicScaling, LossScaling, LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage,
 };
@@ -78,12 +79,17 @@ settings! {
         /// Dimension of hidden states that holds the sequence: 1 for those of all families, 0 for
         /// models of your own that put the sequence first.
         sequence_dim: usize [at_least 0, at_most 1] = 1,
+        /// What runs while sums over tensor-parallel ranks pass: 0 nothing; 1 the other half of the
+        /// product whose parts are summed, and gradients of weights; 2 the other half of the
+        /// microbatch's samples, within a layer; 3 that half over the borders of layers too.
+        tp_overlapping_level: Overlap = Overlap::None,
         /// Ranks that share each sequence: all work is cut along it. They must divide its length.
         sp: usize [at_least 1] = 1,
         /// What attentions do there: `ulysses` gives each rank its heads of all positions, so that
         /// `sp` must divide the heads of a tensor-parallel rank (fewer key and value heads are
-        /// repeated); `all_gather` gives it all keys and values for its own positions, whatever the
-        /// heads, of which the last ranks see most.
+        /// repeated); `ring` passes keys and values round, so that none has those of all positions
+        /// at once; `all_gather` gives each rank all of them. Both ask nothing of the heads, and
+        /// give all ranks the same work where twice `sp` divides the length.
         sp_method: SpMethod = SpMethod::Ulysses,
         /// Ranks of the pipeline.
         pp: usize [at_least 1] = 1,

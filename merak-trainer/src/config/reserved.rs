@@ -36,7 +36,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("input_names", NONE),
     reserved("cache_sharding", FALSE),
     reserved("cache_name", NONE),
-    reserved("tp_overlapping_level", &["0"]),
     // Memory is never pinned and every rank is a CPU rank: both values hold already.
     reserved("dataloader_pin_memory", &["true", "false"]),
     reserved("use_cpu", &["false", "true"]),

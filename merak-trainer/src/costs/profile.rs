@@ -10,8 +10,8 @@ use crate::{
 };
 use merak_ckpt::words::Bytes;
 use merak_trace::{
-    Graph, Node, Op, StageProgram, TensorType,
-    op::{Class, Cost, RegionKind},
+    Graph, Node, Op, Overlap, StageProgram, TensorType, ValueId,
+    op::{AxisSlice, Class, Cost, Keys, RegionKind},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -74,6 +74,8 @@ impl Profile {
         cache: Option<&CostCache>,
     ) -> Result<Option<Self>> {
         let (_, SegmentedGraph { graph, segments }) = Draft::new(inputs, args)?;
+        // Times of nodes on the whole microbatch.
+        let graph = graph.with_overlap(Overlap::None);
         let programs = segments.programs(&graph, &[])?;
         let mut known = cache
             .map(|cache| cache::read(&cache.file))
@@ -217,6 +219,9 @@ impl Profile {
         if node.op.class() == Class::Identity {
             return self.per_node;
         }
+        if let Some(slice) = node.op.ring() {
+            return self.ring(graph, node, slice);
+        }
         match node.op.region().map(|region| region.kind) {
             Some(RegionKind::CopyTo) => self.per_node,
             // A gather moves the result once, and counts as the reduction of as many bytes.
@@ -232,6 +237,28 @@ impl Profile {
                 self.per_node + timed.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)))
             }
         }
+    }
+
+    /// Seconds of an attention whose keys and values go round, or of its gradient: those of as many
+    /// rounds as ranks, each with the keys of one, and of the messages between.
+    fn ring(&self, graph: &Graph, node: &Node, slice: AxisSlice) -> f64 {
+        let mut of_one = node.op.clone();
+        if let Op::Attention(spec) | Op::AttentionGrad(spec) = &mut of_one {
+            spec.keys = Keys::OfRank(0);
+        }
+        let ty = |value: &ValueId| graph.ty(*value);
+        let types = (node.inputs.iter().map(ty), node.outputs.iter().map(ty));
+        let timed = self.nodes.get(&signature(&of_one, types.0, types.1));
+        let is_forward = node.op.class() == Class::Attention;
+        let (keys, trips) = if is_forward { (1, 1) } else { (2, 2) };
+        let keys = ty(&node.inputs[keys]);
+        let ranks = slice.full as f64 / keys.shape[slice.dim].max(1) as f64;
+        let compute = timed.map_or_else(
+            || Self::estimate(Cost::of(graph, node)),
+            |seconds| ranks * seconds,
+        );
+        let message = self.network.send.seconds(2 * keys.size_bytes());
+        self.per_node + compute + ranks * f64::from(trips) * message
     }
 
     /// Estimated seconds of a node whose kind no segment has: an addition where gradients of
@@ -282,7 +309,7 @@ pub(super) fn signature<'a>(
 
 /// The signature of a node of a graph.
 pub(super) fn of_node(graph: &Graph, node: &Node) -> String {
-    let ty = |value: &merak_trace::ValueId| graph.ty(*value);
+    let ty = |value: &ValueId| graph.ty(*value);
     signature(
         &node.op,
         node.inputs.iter().map(ty),
@@ -295,6 +322,11 @@ fn without_key(op: &Op) -> Op {
     let mut op = op.clone();
     if let Some(dropout) = op.dropout_mut() {
         dropout.key = 0;
+    }
+    if let Op::Attention(spec) | Op::AttentionGrad(spec) = &mut op
+        && let Keys::OfRank(rank) = &mut spec.keys
+    {
+        *rank = 0;
     }
     op
 }

@@ -168,7 +168,7 @@ pub(super) fn of_a_split(error: &merak_tp::Error) -> &'static str {
             "; a configuration has the lists in its table [tp_layer_lists], and tp_layer_lists = \"auto\" for `auto_lists`"
         }
         E::Heads { axis, .. } | E::KvHeads { axis, .. } if *axis == Axis::Sequence => {
-            ", or \"sp_method\" = \"all_gather\", which shares no heads"
+            ", or \"sp_method\" = \"ring\" or \"all_gather\", which share no heads"
         }
         _ => "",
     }

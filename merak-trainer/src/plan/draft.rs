@@ -129,6 +129,7 @@ impl Draft {
         let method = args.sp_method.into();
         let sequence = Options::along_sequence(args.sp, along_sequence(args), method);
         let graph = rewrite_with(&rewritten.graph, &sequence)?.graph;
+        let graph = graph.with_overlap(args.overlap());
         let options = SegmentOptions {
             method: args.split_method,
             target_segments: args.shard_count,

@@ -5,7 +5,7 @@ use crate::{
     plan::{kept_bytes, kept_under},
 };
 use merak_partition::{ParamBytes, ParamSums};
-use merak_trace::{Units, backend::candle::Products};
+use merak_trace::{Overlap, Units, backend::candle::Products};
 use merak_zero::ZeroConfig;
 
 /// Warns of what the arguments ask for without a use, on the first rank.
@@ -30,6 +30,18 @@ pub(super) fn warn(args: &CheckedArguments) {
     if args.lora_config.is_some() && !has_weights {
         tracing::warn!(
             "the adapter is trained beside weights that are drawn at random: \"model.hf_dir\" names a folder to start from"
+        );
+    }
+    let level = args.tp_overlapping_level;
+    if level > Overlap::None && args.tp == 1 {
+        tracing::warn!(
+            "\"tp_overlapping_level\" changes nothing: \"tp\" is 1, so that no sums pass between ranks"
+        );
+    } else if level != args.overlap() {
+        tracing::warn!(
+            samples = args.per_device_train_batch_size,
+            sequence_dim = args.sequence_dim,
+            "\"tp_overlapping_level\" 0 is used: halves of a microbatch are of samples, at least two, which come first"
         );
     }
     if args.offload_optimizer != args.offload() {

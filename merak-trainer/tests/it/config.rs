@@ -101,6 +101,7 @@ fn other_value(name: &str) -> Value {
         "tp_layer_lists.weight_change_list" => json!([["wpe", 1]]),
         "report_to" => json!("tensorboard"),
         "sp_method" => json!("all_gather"),
+        "tp_overlapping_level" => json!(2),
         "save" | "greater_is_better" => json!(true),
         "stop_strings" => json!(["end"]),
         "distributed.engine" => json!("threads"),
@@ -212,6 +213,7 @@ dp = 1
 tp = 1
 sequence_parallel = false
 sequence_dim = 1
+tp_overlapping_level = 0
 sp = 1
 sp_method = "ulysses"
 pp = 1
@@ -553,7 +555,7 @@ fn what_only_a_search_for_stages_reads_is_refused_elsewhere() {
 #[test]
 fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_file("merak.toml", "zero_stage = 4\n")), @r#""zero_stage" expects 0, 1, 2 or 3, found 4 (merak.toml:1)"#);
-    assert_snapshot!(message(load_line("--tp-overlapping-level 1")), @r#""tp_overlapping_level" 1 (command line --tp-overlapping-level) is not available in this version: choose 0"#);
+    assert_snapshot!(message(load_line("--tp-overlapping-level 4")), @r#""tp_overlapping_level" expects 0, 1, 2 or 3, found 4 (command line --tp-overlapping-level)"#);
     assert_snapshot!(message(load_line("--trace-method dynamo")), @r#""trace_method" "dynamo" (command line --trace-method) is not available in this version: choose fx"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @"no error");
     assert_snapshot!(message(load_line("--data.format tensors --data.tokenizer {\"train_bpe\":4096}")), @r#""data.tokenizer" is {"train_bpe":4096} (command line --data.tokenizer), but must be "bytes" or a file under "data.format" tensors, whose files hold no text to train on"#);

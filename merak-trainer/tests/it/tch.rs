@@ -38,7 +38,7 @@ fn shared_sequences_train_like_on_the_default_backend() {
     for (family, case) in decoders.into_iter().chain(Case::relatives()) {
         let case = case.with_dropout(0.1);
         let all = case.run(3);
-        for method in ["ulysses", "all_gather"] {
+        for method in ["ulysses", "all_gather", "ring"] {
             let case = on_tch(&case).sharing(4).with("sp_method", method);
             let what = format!("{family} by {method}");
             assert_close_losses(&case.run(3).reports, &all.reports, 1e-4, &what);

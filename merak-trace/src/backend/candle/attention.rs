@@ -19,7 +19,7 @@ use std::{iter, ops::Range};
 struct Terms<T> {
     /// `[B, Sk]`: minus infinity for keys that are hidden.
     hidden: Option<Vec<T>>,
-    /// `[B, Sk]`: the document at each key.
+    /// `[B, S]`: the document at each position.
     documents: Option<Vec<Range<usize>>>,
     /// `[heads, Sq, Sk]`.
     bias: Option<Vec<T>>,
@@ -169,6 +169,20 @@ impl Node<'_> {
         self.done([dq, dk, dv, dtable])
     }
 
+    /// `out, lse, out, lse -> out, lse`.
+    pub(super) fn join_attention<T: Number>(&self, inputs: &[Value]) -> Results {
+        let x = |i: usize| elements::<T>(&inputs[i]);
+        let (a, b) = ((x(0)?, x(1)?), (x(2)?, x(3)?));
+        let (mut out, mut lse) = (self.out::<T>(0), self.out::<T>(1));
+        let &[_, heads, q_len] = &self.ty(1).shape[..] else {
+            return Err(self.unsupported(inputs));
+        };
+        let both = [(&*a.0, &*a.1), (&*b.0, &*b.1)];
+        let results = (&mut out[..], &mut lse[..]);
+        kernels::join_attention(&self.backend.threads, (heads, q_len), both, results);
+        self.done([out, lse])
+    }
+
     /// The terms from the operands after the `required` ones.
     fn terms<T: Number>(
         &self,
@@ -184,8 +198,16 @@ impl Node<'_> {
             if spec.documents {
                 documents = Some(seen.chunks(len).flat_map(documents_of).collect());
             } else {
-                let term = |&seen: &i64| if seen == 0 { T::NEG_INFINITY } else { T::ZERO };
-                hidden = Some(seen.iter().map(term).collect());
+                // Queries come first, or behind their gradient.
+                let first = usize::from(required > 3);
+                let [q_len, k_len] = [first, first + 1].map(|x| inputs[x].ty().shape[1]);
+                let places = spec.places(self.call.context.place, q_len);
+                let place = |key| places.map_or(key, |places| places.keys.at(key));
+                let term = |seen: i64| if seen == 0 { T::NEG_INFINITY } else { T::ZERO };
+                let of_sample =
+                    |seen: &[i64]| (0..k_len).map(|key| term(seen[place(key)])).collect();
+                let terms: Vec<Vec<T>> = seen.chunks(len).map(of_sample).collect();
+                hidden = Some(terms.concat());
             }
         }
         let bias = match options.table {
@@ -238,7 +260,7 @@ impl Node<'_> {
             .map(|dropout| AttentionDropout {
                 dropout: context.dropout(&dropout),
                 first_sample: context.sample_base,
-                first_head: dropout.first_index(context.place, spec.heads) as u64,
+                first_head: dropout.runs(context.place, spec.heads).at(0) as u64,
             });
         let mask = terms.hidden.as_ref().map(|hidden| AttentionMask {
             data: &hidden[..],
@@ -255,7 +277,7 @@ impl Node<'_> {
         AttentionSpec {
             shape,
             scale: spec.scale,
-            first_query: spec.first_query(context.place, shape.q_len),
+            places: spec.places(context.place, shape.q_len),
             causal: spec.causal,
             window: spec.window,
             documents: terms.documents.as_deref(),

@@ -94,6 +94,7 @@ pub(super) fn run(
         Op::Rope(rope) => in_float!(node, rope(&inputs, rope)),
         Op::Attention(spec) => in_float!(node, attention(&inputs, spec)),
         Op::AttentionGrad(spec) => in_float!(node, attention_grad(&inputs, spec)),
+        Op::JoinAttention => in_float!(node, join_attention(&inputs)),
         Op::Embedding { slice, .. } => in_float!(node, embedding(&inputs, *slice)),
         Op::EmbeddingGrad {
             rows,

@@ -12,10 +12,14 @@ use super::{
     shim,
     storage::{int, tensor},
 };
-use crate::{Result, Value, kernels::SampleSlice, op};
+use crate::{
+    Result, Runs, Value,
+    kernels::SampleSlice,
+    op::{self, Keys, Places},
+};
 use composed::Composed;
 use merak_mpu::Coord;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 use terms::Terms;
 
 /// Sizes of a node's operands.
@@ -24,8 +28,8 @@ struct Sizes {
     batch: i64,
     q_len: i64,
     k_len: i64,
-    /// The place of the first query among the keys.
-    first_query: i64,
+    /// Where queries and keys lie; unset: the last query lies at the last key.
+    places: Option<Places>,
     heads: i64,
     kv_heads: i64,
     head_dim: i64,
@@ -34,16 +38,36 @@ struct Sizes {
 impl Sizes {
     fn of(spec: &op::Attention, q: &Tensor, k: &Tensor, place: Coord) -> Self {
         let (q_len, k_len) = (q.size()[1], k.size()[1]);
-        let first_query = spec.first_query(place, q_len as usize);
         Self {
             batch: q.size()[0],
             q_len,
             k_len,
-            first_query: first_query.map_or(k_len - q_len, int),
+            places: spec.places(place, q_len as usize),
             heads: int(spec.heads),
             kv_heads: int(spec.kv_heads),
             head_dim: int(spec.head_dim),
         }
+    }
+
+    /// The places of the queries, `[Sq]`.
+    fn of_queries(&self, device: Device) -> Outcome {
+        match &self.places {
+            Some(places) => indices(places.queries, self.q_len, device),
+            None => {
+                Tensor::f_arange_start(self.k_len - self.q_len, self.k_len, (Kind::Int64, device))
+            }
+        }
+    }
+
+    /// The places of the keys, `[Sk]`.
+    fn of_keys(&self, device: Device) -> Outcome {
+        let runs = self.places.map_or(Runs::one(0), |places| places.keys);
+        indices(runs, self.k_len, device)
+    }
+
+    /// Whether the queries lie at the keys, one for one.
+    fn is_aligned(&self) -> bool {
+        self.places.is_none() && self.q_len == self.k_len
     }
 
     /// `[B, S, H*D]` as `[B, H, S, D]`.
@@ -85,6 +109,16 @@ impl Sizes {
         };
         grad.f_transpose(1, 2)?.f_reshape([self.batch, len, -1])
     }
+}
+
+/// The indices of a slice in the whole, `[len]`.
+fn indices(runs: Runs, len: i64, device: Device) -> Outcome {
+    let parts = runs.parts(0..len as usize);
+    let parts = parts.map(|(local, first)| {
+        let last = int(first + local.len());
+        Tensor::f_arange_start(int(first), last, (Kind::Int64, device))
+    });
+    Tensor::f_cat(&parts.collect::<Result<Vec<_>, _>>()?, 0)
 }
 
 /// Which kernel computes a node.
@@ -156,7 +190,17 @@ impl Node<'_> {
                 self.at(outcome())?
             }
         };
+        let lse = match spec.keys {
+            Keys::OfRank(_) => self.at(terms.without_unseeing(spec, &sizes, lse))?,
+            Keys::All | Keys::Ring => lse,
+        };
         Ok(vec![self.at(sizes.join(&out))?, lse])
+    }
+
+    /// `out, lse, out, lse -> out, lse`.
+    pub(super) fn join_attention(&self, inputs: &[Value]) -> Result<Vec<Tensor>> {
+        let x = |i: usize| tensor(&inputs[i]);
+        self.at(composed::join([x(0)?, x(2)?], [x(1)?, x(3)?]))
     }
 
     /// `dout, q, k, v, out, lse, (seen), (table, index) -> dq, dk, dv, (dtable)`.
@@ -166,7 +210,12 @@ impl Node<'_> {
         inputs: &[Value],
     ) -> Result<Vec<Tensor>> {
         let x = |i: usize| tensor(&inputs[i]);
-        let (q, k, v, lse) = (x(1)?, x(2)?, x(3)?, x(5)?);
+        let (q, k, v) = (x(1)?, x(2)?, x(3)?);
+        // The joined `lse` of a query that saw no key; see `Node::attention`.
+        let lse = &match spec.keys {
+            Keys::OfRank(_) => self.at(composed::finite(x(5)?))?,
+            Keys::All | Keys::Ring => x(5)?.shallow_clone(),
+        };
         let sizes = Sizes::of(spec, q, k, self.call.context.place);
         let terms = Terms::find(inputs, 6)?;
         let factors = self.attention_mask(spec, &sizes, stat_kind(q.kind()))?;
@@ -233,7 +282,7 @@ impl Node<'_> {
         }
         // What FlashAttention-2 takes: no terms, and queries that end where the keys do.
         let plain = terms.is_empty() && spec.window.is_none();
-        let aligned = !spec.causal || sizes.q_len == sizes.k_len;
+        let aligned = !spec.causal || sizes.is_aligned();
         let width = sizes.head_dim % 8 == 0 && sizes.head_dim <= 256;
         if plain && aligned && width && is_half(q.kind()) {
             Kernel::Device
@@ -253,24 +302,26 @@ impl Node<'_> {
         let Some(dropout) = spec.dropout.filter(|_| context.training) else {
             return Ok(None);
         };
-        // A slice of the queries takes its rows from the mask of all.
-        let is_slice = spec.queries.is_some();
-        let rows = if is_slice { sizes.k_len } else { sizes.q_len };
-        let shape = [sizes.batch, sizes.heads, rows, sizes.k_len].map(|size| size as usize);
+        // A slice takes its rows and columns from the mask of all.
+        let lens = sizes.places.map(|places| [int(places.len); 2]);
+        let [rows, columns] = lens.unwrap_or([sizes.q_len, sizes.k_len]);
+        let shape = [sizes.batch, sizes.heads, rows, columns].map(|size| size as usize);
         let slice = SampleSlice {
             first_sample: context.sample_base,
             outer: 1,
             dim_full: dropout.cut_dim().map_or(spec.heads, |(_, full)| full),
-            dim_start: dropout.first_index(context.place, spec.heads),
+            runs: dropout.runs(context.place, spec.heads),
             dim_local: spec.heads,
             inner: shape[2] * shape[3],
         };
         let mask = self.mask(&dropout, slice, &shape, kind)?;
-        let own = if is_slice {
-            self.at(mask.f_narrow(2, sizes.first_query, sizes.q_len))?
-        } else {
-            mask
+        if sizes.places.is_none() {
+            return Ok(Some(mask));
+        }
+        let outcome = || {
+            let rows = mask.f_index_select(2, &sizes.of_queries(mask.device())?)?;
+            rows.f_index_select(3, &sizes.of_keys(mask.device())?)
         };
-        Ok(Some(own))
+        self.at(outcome()).map(Some)
     }
 }

@@ -119,6 +119,7 @@ pub(super) fn run(
         Op::RmsNormGradParams => one(norm::rms_norm_grad_params([x(0)?, x(1)?, x(2)?])),
         Op::Attention(spec) => node.attention(spec, &inputs),
         Op::AttentionGrad(spec) => node.attention_grad(spec, &inputs),
+        Op::JoinAttention => node.join_attention(&inputs),
         Op::Rope(spec) => one(elementwise::rope(spec, x(0)?, x(1)?)),
         Op::Activation(kind) => one(elementwise::activation(*kind, x(0)?)),
         Op::ActivationGrad(kind) => one(elementwise::activation_grad(*kind, x(0)?, x(1)?)),

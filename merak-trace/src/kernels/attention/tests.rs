@@ -1,6 +1,7 @@
 use super::super::testing::{assert_close, assert_gradient, noise, on_any_threads, to_f64};
 use super::super::{MaskKey, Threads};
 use super::*;
+use crate::Runs;
 
 fn shape(batch: usize, lens: (usize, usize), heads: (usize, usize), dim: usize) -> AttentionShape {
     AttentionShape {
@@ -234,7 +235,7 @@ fn an_additive_mask_may_repeat_over_samples_heads_and_queries() {
 }
 
 /// The same attention with a bias for all samples.
-fn biased<'a>(spec: AttentionSpec<'a, f64>, bias: &'a [f64]) -> AttentionSpec<'a, f64> {
+fn biased<'a>(spec: &AttentionSpec<'a, f64>, bias: &'a [f64]) -> AttentionSpec<'a, f64> {
     let AttentionShape { q_len, k_len, .. } = spec.shape;
     AttentionSpec {
         bias: Some(AttentionMask {
@@ -243,7 +244,7 @@ fn biased<'a>(spec: AttentionSpec<'a, f64>, bias: &'a [f64]) -> AttentionSpec<'a
             head_stride: q_len * k_len,
             row_stride: k_len,
         }),
-        ..spec
+        ..*spec
     }
 }
 
@@ -286,16 +287,16 @@ fn the_gradient_of_a_bias_is_summed_over_samples_and_leaves_the_others_as_they_a
         let dout = noise::<f64>(9, x[0].len());
         let dbias = on_any_threads(|threads| {
             let mut dbias = vec![1.0; bias.len()];
-            let grads = run_bias_grad(threads, &biased(spec, &bias), &x, &dout, Some(&mut dbias));
-            let plain = run_grad(threads, &biased(spec, &bias), &x, &dout);
+            let grads = run_bias_grad(threads, &biased(&spec, &bias), &x, &dout, Some(&mut dbias));
+            let plain = run_grad(threads, &biased(&spec, &bias), &x, &dout);
             assert_eq!(grads, plain);
             dbias
         });
-        let f = |bias: &[f64]| run(&Threads::one(), &biased(spec, bias), views(shape, &x)).0;
+        let f = |bias: &[f64]| run(&Threads::one(), &biased(&spec, bias), views(shape, &x)).0;
         assert_gradient(&bias, &dout, f, &dbias);
         if spec.dropout.is_none() {
-            let (out, _) = run(&Threads::one(), &biased(spec, &bias), views(shape, &x));
-            assert_close(&out, &naive(&biased(spec, &bias), &x, everything), 1e-12);
+            let (out, _) = run(&Threads::one(), &biased(&spec, &bias), views(shape, &x));
+            assert_close(&out, &naive(&biased(&spec, &bias), &x, everything), 1e-12);
         }
     }
 }
@@ -349,6 +350,191 @@ fn dropout_draws_by_global_sample_and_head() {
     let (part, _) = run(&Threads::one(), &spec, views);
     for (row, part) in part.chunks(8).enumerate() {
         assert_eq!(part, &out[(70 + row) * 16 + 8..][..8]);
+    }
+}
+
+/// The rows of a sequence of `len` that a slice has, of each of two samples.
+fn rows_of<T: Copy>(x: &[T], len: usize, (runs, local): Slice) -> Vec<T> {
+    let width = x.len() / (2 * len);
+    let row = |at: usize| x[at * width..][..width].to_vec();
+    let rows = (0..2).flat_map(|batch| (0..local).map(move |own| batch * len + runs.at(own)));
+    rows.flat_map(row).collect()
+}
+
+/// Adds the rows of a slice to those of its sequence.
+fn add_rows(x: &mut [f64], len: usize, (runs, local): Slice, rows: &[f64]) {
+    let width = x.len() / (2 * len);
+    for (i, row) in rows.chunks(width).enumerate() {
+        let at = i / local * len + runs.at(i % local);
+        for (x, add) in x[at * width..].iter_mut().zip(row) {
+            *x += add;
+        }
+    }
+}
+
+/// A slice of a sequence: where it lies, and its length.
+type Slice = (Runs, usize);
+
+/// An attention, its operands and results, and the gradients of its slices so far.
+struct Sliced<'a> {
+    whole: AttentionSpec<'a, f64>,
+    x: [Vec<f64>; 3],
+    out: Vec<f64>,
+    lse: Vec<f64>,
+    dout: Vec<f64>,
+    grads: [Vec<f64>; 3],
+}
+
+impl Sliced<'_> {
+    /// Queries of one slice and keys of another, and the attention between them.
+    fn met(&self, own: Slice, theirs: Slice) -> (AttentionSpec<'_, f64>, [Vec<f64>; 3]) {
+        let (all, [q, k, v]) = (self.whole.shape, &self.x);
+        let len = all.q_len;
+        let places = Places {
+            queries: own.0,
+            keys: theirs.0,
+            len,
+        };
+        let shape = AttentionShape {
+            q_len: own.1,
+            k_len: theirs.1,
+            ..all
+        };
+        let spec = AttentionSpec {
+            shape,
+            places: Some(places),
+            ..self.whole
+        };
+        let operands = [
+            rows_of(q, len, own),
+            rows_of(k, len, theirs),
+            rows_of(v, len, theirs),
+        ];
+        (spec, operands)
+    }
+
+    /// `lse` of a slice.
+    fn own_lse(&self, own: Slice) -> Vec<f64> {
+        let AttentionShape { q_len, q_heads, .. } = self.whole.shape;
+        let of = |head: usize| (0..own.1).map(move |i| self.lse[head * q_len + own.0.at(i)]);
+        (0..2 * q_heads).flat_map(of).collect()
+    }
+
+    /// Asserts that the queries of a slice meet the keys of all slices as those of the whole.
+    fn check_forward(&self, own: Slice, all: &[Slice]) {
+        let one = Threads::one();
+        let AttentionShape { q_len, q_heads, .. } = self.whole.shape;
+        let mut joined: Option<(Vec<f64>, Vec<f64>)> = None;
+        for &theirs in all {
+            let (spec, operands) = self.met(own, theirs);
+            let met = run(&one, &spec, views(spec.shape, &operands));
+            joined = Some(match joined {
+                None => met,
+                Some(others) => {
+                    let (mut out, mut lse) = (vec![0.0; met.0.len()], vec![0.0; met.1.len()]);
+                    let both = [(&others.0[..], &others.1[..]), (&met.0, &met.1)];
+                    join_attention(&one, (q_heads, own.1), both, (&mut out, &mut lse));
+                    (out, lse)
+                }
+            });
+        }
+        let (out, lse) = joined.expect("there are slices");
+        assert_close(&out, &rows_of(&self.out, q_len, own), 1e-12);
+        assert_close(&lse, &self.own_lse(own), 1e-12);
+    }
+
+    /// Adds the gradients of queries and keys that have met.
+    fn add_grads(&mut self, own: Slice, theirs: Slice) {
+        let (spec, operands) = self.met(own, theirs);
+        let (shape, len) = (spec.shape, self.whole.shape.q_len);
+        let mut grads = operands.clone();
+        let [dq, dk, dv] = &mut grads;
+        let to = AttentionGrads {
+            dq: MatMut::new(dq, 2 * own.1, shape.q_width()),
+            dk: MatMut::new(dk, 2 * theirs.1, shape.kv_width()),
+            dv: MatMut::new(dv, 2 * theirs.1, shape.kv_width()),
+            dbias: None,
+        };
+        let results = [&self.out, &self.dout].map(|x| rows_of(x, len, own));
+        let results = results
+            .each_ref()
+            .map(|x| Strided::contiguous(x, own.1, shape.q_width()));
+        let (inputs, lse) = (views(shape, &operands), self.own_lse(own));
+        attention_grad(&Threads::one(), &spec, inputs, results, &lse, to);
+        for ((sum, grad), slice) in self.grads.iter_mut().zip(&grads).zip([own, theirs, theirs]) {
+            add_rows(sum, len, slice, grad);
+        }
+    }
+}
+
+/// Attention of slices of queries to slices of keys, against that of all.
+fn check_slices(whole: &AttentionSpec<'_, f64>, all: &[Slice]) {
+    let one = Threads::one();
+    let x = tensors::<f64>(whole.shape);
+    let (out, lse) = run(&one, whole, views(whole.shape, &x));
+    let dout = noise::<f64>(7, out.len());
+    let expected = run_grad(&one, whole, &x, &dout);
+    let mut sliced = Sliced {
+        whole: *whole,
+        grads: expected.clone().map(|x| vec![0.0; x.len()]),
+        x,
+        out,
+        lse,
+        dout,
+    };
+    for &own in all {
+        sliced.check_forward(own, all);
+        for &theirs in all {
+            sliced.add_grads(own, theirs);
+        }
+    }
+    for (grad, expected) in sliced.grads.iter().zip(&expected) {
+        assert_close(grad, expected, 1e-11);
+    }
+}
+
+#[test]
+fn slices_of_queries_meet_slices_of_keys_as_all_meet_all() {
+    let documents = [0..50, 50..51, 51..120, 120..210];
+    let documents: Vec<_> = documents
+        .into_iter()
+        .flat_map(|document| vec![document.clone(); document.len()])
+        .collect();
+    let documents = [documents.clone(), vec![0..210; 210]].concat();
+    let dropout = AttentionDropout {
+        dropout: DropoutMask {
+            key: MaskKey {
+                seed: 1,
+                step: 2,
+                node: 3,
+            },
+            p: 0.3,
+        },
+        first_sample: 4,
+        first_head: 2,
+    };
+    let causal = AttentionSpec::causal(shape(2, (210, 210), (4, 2), 4));
+    let plain = AttentionSpec {
+        causal: false,
+        ..causal
+    };
+    for spec in [causal, plain] {
+        for (window, documents, dropout) in [
+            (None, None, None),
+            (Some(60), None, Some(dropout)),
+            (None, Some(&documents[..]), None),
+            (Some(31), Some(&documents[..]), Some(dropout)),
+        ] {
+            let spec = AttentionSpec {
+                window,
+                documents,
+                dropout,
+                ..spec
+            };
+            check_slices(&spec, &[0, 1, 2].map(|rank| (Runs::one(70 * rank), 70)));
+            let mirrored = |rank: usize| (Runs::two(35 * rank, 35, 210 - 35 * (rank + 1)), 70);
+            check_slices(&spec, &[0, 1, 2].map(mirrored));
+        }
     }
 }
 

@@ -484,7 +484,9 @@ fn the_bench_prints_one_line_of_json() {
             "exchange_bytes",
             "planned_exchange_bytes",
             "replica_link_ms",
-            "replica_wait_ms"
+            "replica_wait_ms",
+            "tensor_link_ms",
+            "tensor_wait_ms"
         ]
     );
     assert_eq!(

@@ -16,7 +16,7 @@ use super::{
 use crate::support::{Case, VOCAB, assert_close_losses, assert_close_tensors, assert_same_tensors};
 
 /// Checks trainings against that of one rank.
-fn check(case: &Case, cases: &[Case], steps: usize) {
+pub(super) fn check(case: &Case, cases: &[Case], steps: usize) {
     let (first, all) = (case.run(0), case.run(steps));
     for (number, case) in cases.iter().enumerate() {
         let what = format!("case {number}: {case:?}");
@@ -70,30 +70,33 @@ fn every_zero_stage_and_all_other_degrees_train_like_one_rank() {
 }
 
 #[test]
-fn gathered_keys_and_values_train_like_one_rank_whatever_the_heads() {
-    let gathered = |case: &Case, sp: usize| {
-        let case = case.clone().sharing(sp);
-        case.with("sp_method", "all_gather")
-    };
+fn keys_and_values_gathered_or_passed_round_train_like_one_rank_whatever_the_heads() {
+    for method in ["all_gather", "ring"] {
+        check_method(method);
+    }
+}
+
+fn check_method(method: &str) {
+    let shared = |case: &Case, sp: usize| case.clone().sharing(sp).with("sp_method", method);
     let decoders = [Case::gpt2(), Case::llama()];
     for case in decoders
         .into_iter()
         .chain(Case::relatives().into_iter().map(|(_, case)| case))
     {
         let case = case.with_dropout(0.1);
-        check(&case, &[2, 4].map(|sp| gathered(&case, sp)), 8);
+        check(&case, &[2, 4].map(|sp| shared(&case, sp)), 8);
     }
     let one_head = Case::gpt2().with_model("n_head", 1).with_dropout(0.1);
     let mut cases = vec![
-        gathered(&one_head, 4),
-        gathered(&one_head, 2).on((2, 1, 2)).with("zero_stage", 3),
-        gathered(&one_head, 2).with("activation_checkpointing", true),
+        shared(&one_head, 4),
+        shared(&one_head, 2).on((2, 1, 2)).with("zero_stage", 3),
+        shared(&one_head, 2).with("activation_checkpointing", true),
     ];
     let recomputed = cases[0].clone().with("recompute", "selective");
     cases.push(recomputed.with("recompute_ops", "gather"));
     check(&one_head, &cases, 8);
     let wide = Case::gpt2().with_dropout(0.1);
-    let sliced = gathered(&wide, 2).on((1, 2, 1));
+    let sliced = shared(&wide, 2).on((1, 2, 1));
     let sliced = sliced
         .with("sequence_parallel", true)
         .with("parallel_vocab", true);
@@ -288,10 +291,10 @@ fn what_cannot_be_shared_is_refused_with_what_can() {
     };
     let shared = |sp| Case::gpt2().sharing(sp);
     insta::assert_snapshot!(message(&shared(3)), @r#""seq_length" is 8 (command line --seq_length), but must be a multiple of "sp", which is 3, such as 6"#);
-    insta::assert_snapshot!(message(&shared(8)), @r#"transformer.h.0.attn: 4 attention heads of a rank cannot be split over sp = 8: choose "sp" among 1, 2, 4, or "sp_method" = "all_gather", which shares no heads"#);
+    insta::assert_snapshot!(message(&shared(8)), @r#"transformer.h.0.attn: 4 attention heads of a rank cannot be split over sp = 8: choose "sp" among 1, 2, 4, or "sp_method" = "ring" or "all_gather", which share no heads"#);
     let both = shared(2).on((1, 2, 1)).with("sequence_parallel", true);
     insta::assert_snapshot!(message(&both.with("seq_length", 6)), @r#""seq_length" is 6 (command line --seq_length), but must be a multiple of "tp" x "sp", which is 4, while "sequence_parallel" is true, such as 4"#);
-    insta::assert_snapshot!(message(&shared(4).on((1, 2, 1))), @r#"transformer.h.0.attn: 2 attention heads of a rank cannot be split over sp = 4: choose "sp" among 1, 2, or "sp_method" = "all_gather", which shares no heads"#);
+    insta::assert_snapshot!(message(&shared(4).on((1, 2, 1))), @r#"transformer.h.0.attn: 2 attention heads of a rank cannot be split over sp = 4: choose "sp" among 1, 2, or "sp_method" = "ring" or "all_gather", which share no heads"#);
     insta::assert_snapshot!(message(&shared(2).with("sequence_dim", 0)), @r#""sequence_dim" is 0, but the hidden states of a gpt2 are [batch, sequence, width]: choose 1; 0 is for models of your own with [sequence, batch, width]"#);
     let encoder = encoders::models()
         .into_iter()

@@ -11,13 +11,34 @@ pub(super) fn attention(
 ) -> Outcome<(Tensor, Tensor)> {
     let lse = scores.f_logsumexp(-1, true)?;
     // As in the kernels, 0 if no key is seen: then every probability is exp(-inf - 0).
-    let lse = lse.f_masked_fill(&lse.f_eq(f64::NEG_INFINITY)?, 0.0)?;
+    let lse = finite(&lse)?;
     let mut shares = scores.f_sub(&lse)?.f_exp()?;
     if let Some(factors) = factors {
         let _ = shares.f_mul_(factors)?;
     }
     let out = shares.f_to_kind(v.kind())?.f_matmul(v)?;
     Ok((out, lse.f_squeeze_dim(-1)?))
+}
+
+/// Attentions of the same queries to two sets of keys as one to both: `out [B, S, H*D]` of each,
+/// and `lse [B, H, S]`.
+pub(super) fn join(outs: [&Tensor; 2], sums: [&Tensor; 2]) -> Outcome<Vec<Tensor>> {
+    let joined = sums[0].f_logaddexp(sums[1])?;
+    let (batch, heads, len) = joined.size3()?;
+    let shift = finite(&joined)?;
+    let part = |out: &Tensor, sum: &Tensor| {
+        let share = sum.f_sub(&shift)?.f_exp()?.f_transpose(1, 2)?;
+        let by_head = out.f_reshape([batch, len, heads, -1])?;
+        by_head.f_mul(&share.f_unsqueeze(3)?)
+    };
+    let out = part(outs[0], sums[0])?.f_add(&part(outs[1], sums[1])?)?;
+    let out = out.f_reshape(outs[0].size())?.f_to_kind(outs[0].kind())?;
+    Ok(vec![out, joined])
+}
+
+/// Zero in place of minus infinity.
+pub(super) fn finite(sums: &Tensor) -> Outcome {
+    sums.f_masked_fill(&sums.f_eq(f64::NEG_INFINITY)?, 0.0)
 }
 
 /// The operands of the gradient.

@@ -5,7 +5,7 @@ use crate::{
     Result, Value,
     op::{self, AttentionOptions},
 };
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// The optional operands of an attention.
 #[derive(Debug, Clone, Copy)]
@@ -39,7 +39,7 @@ impl<'a> Terms<'a> {
         sizes: &Sizes,
         q: &Tensor,
     ) -> Outcome<(bool, Option<Tensor>)> {
-        let causal = spec.causal && spec.window.is_none() && sizes.q_len == sizes.k_len;
+        let causal = spec.causal && spec.window.is_none() && sizes.is_aligned();
         if causal && self.is_empty() {
             return Ok((true, None));
         }
@@ -82,17 +82,33 @@ impl<'a> Terms<'a> {
         if let Some(seen) = self.seen {
             let hides = if spec.documents {
                 let numbers = document_numbers(seen)?.f_unsqueeze(1)?;
-                let of_queries = numbers.f_narrow(2, sizes.first_query, sizes.q_len)?;
-                let of_queries = of_queries.f_unsqueeze(3)?;
-                of_queries.f_ne_tensor(&numbers.f_unsqueeze(2)?)?
+                let of = |places: Tensor| numbers.f_index_select(2, &places);
+                let of_queries = of(sizes.of_queries(seen.device())?)?.f_unsqueeze(3)?;
+                of_queries.f_ne_tensor(&of(sizes.of_keys(seen.device())?)?.f_unsqueeze(2)?)?
             } else {
                 let hides = seen.f_eq(0_i64)?;
+                let hides = hides.f_index_select(1, &sizes.of_keys(seen.device())?)?;
                 hides.f_reshape([sizes.batch, 1, 1, sizes.k_len])?
             };
             let zeros = Tensor::f_zeros(hides.size(), (like.kind(), like.device()))?;
             add(zeros.f_masked_fill(&hides, f64::NEG_INFINITY)?)?;
         }
         Ok(sum)
+    }
+
+    /// The `lse [B, H, Sq]` of queries that see no key as minus infinity, which joins as nothing;
+    /// the kernels give 0.
+    pub(super) fn without_unseeing(
+        &self,
+        spec: &op::Attention,
+        sizes: &Sizes,
+        lse: Tensor,
+    ) -> Outcome {
+        let Some(added) = self.added(spec, sizes, &lse)? else {
+            return Ok(lse);
+        };
+        let sees_none = added.f_amax([-1_i64], false)?.f_eq(f64::NEG_INFINITY)?;
+        lse.f_masked_fill(&sees_none, f64::NEG_INFINITY)
     }
 
     /// The gradient of the table from that of the scores; none without a table.
@@ -113,10 +129,8 @@ fn by_position(spec: &op::Attention, sizes: &Sizes, like: &Tensor) -> Outcome<Op
     if !spec.causal && spec.window.is_none() {
         return Ok(None);
     }
-    let options = (Kind::Int64, like.device());
-    let first = sizes.first_query;
-    let queries = Tensor::f_arange_start(first, first + sizes.q_len, options)?.f_unsqueeze(1)?;
-    let keys = Tensor::f_arange_start(0_i64, sizes.k_len, options)?;
+    let queries = sizes.of_queries(like.device())?.f_unsqueeze(1)?;
+    let keys = sizes.of_keys(like.device())?;
     let ahead = keys.f_sub(&queries)?;
     let mut mask = Tensor::f_zeros([sizes.q_len, sizes.k_len], (like.kind(), like.device()))?;
     let mut hide = |which: Tensor| mask.f_masked_fill_(&which, f64::NEG_INFINITY);

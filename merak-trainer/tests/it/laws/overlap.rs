@@ -1,0 +1,145 @@
+//! L2 with sums over tensor-parallel ranks that pass while nodes run on halves of a microbatch.
+
+use super::sp::check;
+use crate::support::{Case, assert_same_tensors};
+use merak_partition::{PhaseCosts, StepCosts};
+use merak_trace::{
+    Graph, Node, Overlap, RecomputePlan, StageCuts, StageProgram,
+    models::{self, TraceOptions},
+    op::Cost,
+};
+use merak_trainer::Workload;
+use serde_json::json;
+
+/// Two samples in each microbatch of two tensor-parallel ranks.
+fn overlapping(case: &Case, level: usize) -> Case {
+    let case = case.clone().on((1, 2, 1));
+    case.with("tp_overlapping_level", level)
+}
+
+#[test]
+fn every_family_trains_like_one_rank_on_every_level() {
+    let decoders = [("gpt2", Case::gpt2()), ("llama", Case::llama())];
+    for (_, case) in decoders.into_iter().chain(Case::relatives()) {
+        let case = case.with_dropout(0.1);
+        check(&case, &[1, 2, 3].map(|level| overlapping(&case, level)), 8);
+    }
+    for (_, case) in super::encoders::models() {
+        check(&case, &[1, 3].map(|level| overlapping(&case, level)), 4);
+    }
+}
+
+#[test]
+fn all_other_degrees_and_recomputation_train_like_one_rank() {
+    let case = Case::gpt2().with_dropout(0.1);
+    let on = |level: usize, degrees| {
+        let case = case.clone().on(degrees);
+        case.with("tp_overlapping_level", level)
+    };
+    let cases = [
+        overlapping(&case, 3).with("sequence_parallel", true),
+        overlapping(&case, 2)
+            .with("sequence_parallel", true)
+            .with("parallel_vocab", true),
+        overlapping(&case, 3).with("parallel_vocab", true),
+        on(3, (2, 2, 1)).with("zero_stage", 3),
+        on(1, (2, 2, 1)).with("zero_stage", 2),
+        on(3, (1, 2, 2)).with("train_schedule", "zb_h1"),
+        on(2, (1, 2, 2)),
+        overlapping(&case, 3).with("activation_checkpointing", true),
+        overlapping(&case, 2).with("recompute", "selective"),
+        overlapping(&case, 3).sharing(2),
+        overlapping(&case, 3).sharing(2).with("sp_method", "ring"),
+        on(3, (1, 4, 1)),
+    ];
+    check(&case, &cases, 8);
+}
+
+#[test]
+fn a_run_has_the_same_bits_each_time() {
+    let case = Case::llama().with_dropout(0.1);
+    for level in [1, 2, 3] {
+        let case = overlapping(&case, level);
+        let (first, second) = (case.run(5), case.run(5));
+        assert_same_tensors(&first.weights, &second.weights, "again");
+    }
+}
+
+#[test]
+fn activations_take_what_the_plan_foretells() {
+    let case = Case::gpt2().with("activation_checkpointing", false);
+    for level in [0, 1, 2, 3] {
+        let case = overlapping(&case, level);
+        let held = case.on_ranks(|trainer| {
+            trainer.train_step()?;
+            Ok(trainer.peak_activation_bytes())
+        });
+        let foretold = case.plan().memory(&case.arguments(), &[Workload::Training]);
+        let foretold = foretold.expect("a legal plan")[0].activations;
+        let ratio = held[0] as f64 / foretold as f64;
+        assert!(
+            (ratio - 1.0).abs() < 0.05,
+            "level {level}: {ratio:.3} of it"
+        );
+    }
+}
+
+/// Flops for nodes, and a time for each byte of a collective, which needs no core.
+#[derive(Debug)]
+struct Wire {
+    per_byte: f64,
+}
+
+impl StepCosts for Wire {
+    fn node(&self, graph: &Graph, node: &Node) -> f64 {
+        if node.op.communicates().is_some() {
+            return self.per_byte * graph.ty(node.outputs[0]).size_bytes() as f64;
+        }
+        Cost::of(graph, node).flops as f64
+    }
+
+    fn message(&self, _: usize) -> f64 {
+        0.0
+    }
+
+    fn collectives_pass_alone(&self) -> bool {
+        true
+    }
+
+    fn unit(&self) -> &'static str {
+        "flops"
+    }
+}
+
+#[test]
+fn costs_of_a_stage_count_what_no_node_hides() {
+    let model = json!({ "model_type": "gpt2", "vocab_size": 128, "n_positions": 64, "n_embd": 64, "n_layer": 4,
+        "n_head": 4 });
+    let model = models::from_config(&model).expect("a known family");
+    let whole = model.trace(&TraceOptions::training(4, 64));
+    let lists = merak_tp::default_lists("gpt2").expect("the family has defaults");
+    let split = merak_tp::rewrite(&whole.expect("the sizes fit"), &lists, 2);
+    let graph = split.expect("it can be split").graph;
+    let cost = |overlap, per_byte: f64| {
+        let graph = graph.clone().with_overlap(overlap);
+        let plan = RecomputePlan::default();
+        let program = StageProgram::training(&graph, &StageCuts::whole(&graph), 0, &plan);
+        let program = program.expect("operations have gradients");
+        let costs = PhaseCosts::of(&program, &Wire { per_byte });
+        costs.forward + costs.backward()
+    };
+    let compute = cost(Overlap::None, 0.0);
+    // As much as half of the computing.
+    let per_byte = compute / 2.0 / (cost(Overlap::None, 1.0) - compute);
+    for (overlap, least) in [
+        (Overlap::None, 0.0),
+        (Overlap::Linear, 0.25),
+        (Overlap::Block, 0.65),
+        (Overlap::Blocks, 0.85),
+    ] {
+        let waited = cost(overlap, per_byte) - compute;
+        let hidden = 1.0 - waited / (compute / 2.0);
+        println!("{overlap:?}: {hidden:.3}");
+        assert!(hidden >= least - 1e-9, "{overlap:?} hides {hidden:.3}");
+    }
+}
