@@ -2,7 +2,7 @@
 //! ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)).
 
 use crate::{Error, Options, Result, Sequence, SequenceMethod, error::divisors, rules::Site};
-use merak_trace::{Shard, TensorType, op::AxisSlice};
+use merak_trace::{Shard, TensorType};
 
 impl Options {
     /// The dimension of hidden states that holds the sequence, if the graph is one with cuts.
@@ -45,20 +45,15 @@ impl Options {
         }
     }
 
-    /// The slice of `len` indices that a rank has by [`Options::evenly`].
-    pub(crate) fn slice(&self, dim: usize, len: usize) -> AxisSlice {
-        AxisSlice {
-            mirrored: self.mirrors(len),
-            ..AxisSlice::new(self.axis, dim, len)
-        }
-    }
-
-    fn mirrors(&self, len: usize) -> bool {
+    /// Whether slices of `len` indices are mirrored.
+    pub(crate) fn mirrors(&self, len: usize) -> bool {
         let balances = match self.method {
             SequenceMethod::Ulysses => false,
             SequenceMethod::AllGather | SequenceMethod::Ring => true,
         };
-        balances && !self.is_whole() && len.is_multiple_of(2 * self.degree)
+        // Masks of dropout number the first dimension by one run.
+        let is_second = self.sequence_dim() == Some(1);
+        balances && is_second && !self.is_whole() && len.is_multiple_of(2 * self.degree)
     }
 
     /// How the sum of a layer's partial results is cut: along the sequence, if it has one before

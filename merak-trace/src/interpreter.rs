@@ -298,12 +298,15 @@ impl Interpreter {
         let mut last = 0;
         for step in self.program.steps_of(nodes, self.halves.as_deref()) {
             match step {
-                Step::Whole(node) => match store.as_deref_mut() {
-                    Some(store) if is_weight(node) => {
-                        self.accumulate(frame, params, node, store)?;
+                Step::Whole(node) => {
+                    Self::end_stretch(frame);
+                    match store.as_deref_mut() {
+                        Some(store) if is_weight(node) => {
+                            self.accumulate(frame, params, node, store)?;
+                        }
+                        _ => self.step(frame, params, node)?,
                     }
-                    _ => self.step(frame, params, node)?,
-                },
+                }
                 Step::Half(node, half) => {
                     if half < last {
                         Self::end_stretch(frame);

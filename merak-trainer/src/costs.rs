@@ -100,6 +100,11 @@ impl StepCosts for RunCosts<'_> {
         }
     }
 
+    /// Sums of devices need no core; those of processors are work of the cores.
+    fn collectives_pass_alone(&self) -> bool {
+        self.args.compute.device == Device::Cuda
+    }
+
     fn update(&self, trained: usize, tied: usize) -> Option<f64> {
         match self.model {
             CostModel::Counted => Counted.update(trained, tied),

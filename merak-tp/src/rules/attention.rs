@@ -86,7 +86,10 @@ fn of_own_queries(
         Op::Attention(spec.clone())
     } else {
         Op::Attention(Attention {
-            queries: Some(site.options.slice(SEQUENCE, positions)),
+            queries: Some(AxisSlice {
+                mirrored: shard.mirrored,
+                ..AxisSlice::new(site.options.axis, SEQUENCE, positions)
+            }),
             keys,
             ..spec.clone()
         })

@@ -54,7 +54,15 @@ fn of_sequence(site: &Site<'_>, shard: &Shard, dropout: &DropoutSpec) -> Option<
         full: full / site.degree,
         ..slice
     });
-    let slice = Some(site.options.slice(dim, full));
+    // Slices of the tensor axis are of the slice, however that lies.
+    let mirrored = match nested {
+        Some(_) => site.options.mirrors(full),
+        None => shard.mirrored,
+    };
+    let slice = Some(AxisSlice {
+        mirrored,
+        ..AxisSlice::new(Axis::Sequence, dim, full)
+    });
     let is_free = dim == shard.dim && dropout.nested.is_none();
     is_free.then_some(DropoutSpec {
         slice,

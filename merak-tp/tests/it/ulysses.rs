@@ -270,10 +270,12 @@ fn the_sequence_may_come_first() {
         let graph = rewrite_with(&whole, &tensor)
             .expect("it can be split")
             .graph;
-        let cut = rewrite_with(&graph, &Options::ulysses(2, first));
-        let cut = cut.expect("the sequence can be cut");
-        assert!(cut.report.gathers.is_empty(), "{}", cut.report);
-        assert_same_on(&whole, &cut.graph, degrees(tensor.degree, 2));
+        for method in METHODS {
+            let along = Options::along_sequence(2, first, method);
+            let cut = rewrite_with(&graph, &along).expect("the sequence can be cut");
+            assert!(cut.report.gathers.is_empty(), "{}", cut.report);
+            assert_same_on(&whole, &cut.graph, degrees(tensor.degree, 2));
+        }
     }
 }
 

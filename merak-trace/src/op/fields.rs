@@ -111,6 +111,7 @@ impl AxisSlice {
     /// The neighbouring indices of the whole dimension that the rank at `place` holds, of which
     /// each rank's tensor has room for `local`. Behind the end of the dimension lies padding.
     pub fn own(&self, place: Coord, local: usize) -> Range<usize> {
+        debug_assert!(!self.mirrored, "a mirrored slice has two runs");
         let start = place.get(self.axis) * local;
         start.min(self.full)..(start + local).min(self.full)
     }
@@ -217,7 +218,7 @@ pub struct Attention {
 /// Positions of an attention's optional operands, where present.
 ///
 /// The required operands may be followed by `seen [B, Sk] i64` (0 hides a key from all queries of
-/// its sample; or the ids of documents; for all positions, where keys go round), then by a pair of `table [R, heads]` and `index [Sq, Sk]
+/// its sample; or the ids of documents; where keys go round, `[B, S]` for the whole sequence), then by a pair of `table [R, heads]` and `index [Sq, Sk]
 /// i64`: the score of (head, query, key) gets `table[index[query, key], head]` added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionOptions {
@@ -249,16 +250,23 @@ impl Attention {
         self.queries.filter(|_| self.keys == Keys::Ring)
     }
 
-    /// Whether one of the `local` queries of the rank at `place` sees one of as many keys.
+    /// Whether some of the `local` queries of the rank at `place` are near enough to one of as many
+    /// keys to see it.
     pub fn meets(&self, place: Coord, local: usize) -> bool {
-        let (Some(places), Some(last)) = (self.places(place, local), local.checked_sub(1)) else {
+        let Some(Places { queries, keys, .. }) = self.places(place, local) else {
             return true;
         };
-        let Places { queries, keys, .. } = places;
         let window = self.window.unwrap_or(usize::MAX);
         let reaches = |late: usize, early: usize| late < early.saturating_add(window);
-        let is_early = !self.causal || keys.at(0) <= queries.at(last);
-        is_early && reaches(queries.at(0), keys.at(last)) && reaches(keys.at(0), queries.at(last))
+        let sees = |queries: &Range<usize>, keys: &Range<usize>| {
+            let is_early = !self.causal || keys.start < queries.end;
+            is_early && reaches(queries.start, keys.end - 1) && reaches(keys.start, queries.end - 1)
+        };
+        let of = |runs: Runs| {
+            let parts = runs.parts(0..local);
+            parts.map(|(own, first)| first..first + own.len())
+        };
+        of(queries).any(|queries| of(keys).any(|keys| sees(&queries, &keys)))
     }
 
     /// The number of positions that the ids of documents, or the marks of hidden keys, cover, where

@@ -263,7 +263,8 @@ impl<'a> Walk<'a> {
             self.give(value);
         }
         // Unread results live for a moment.
-        self.peak = self.peak.max(self.now.saturating_add(self.dropped(node)));
+        let for_a_moment = self.dropped(node).saturating_add(self.on_the_way(node));
+        self.peak = self.peak.max(self.now.saturating_add(for_a_moment));
         for &value in others {
             self.take(value);
         }
@@ -278,6 +279,23 @@ impl<'a> Walk<'a> {
                 Class::Add => node.inputs.iter().all(is_like),
                 _ => is_like(&node.inputs[0]),
             }
+    }
+
+    /// Bytes of a ring besides operands and results: keys and values that leave and arrive, and the
+    /// results of a round.
+    fn on_the_way(&self, node: &Node) -> usize {
+        if node.op.ring().is_none() {
+            return 0;
+        }
+        let keys = if node.op.class() == Class::Attention {
+            1
+        } else {
+            2
+        };
+        let pair = node.inputs.iter().skip(keys).take(2);
+        let values = pair.clone().chain(pair).chain(&node.outputs);
+        let sizes = values.map(|value| self.graph.ty(*value).size_bytes());
+        sizes.fold(0, usize::saturating_add)
     }
 
     /// Bytes of results that no node reads, except gradients that kernels add straight to their

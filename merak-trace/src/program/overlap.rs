@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Halves are halves of the samples. Nodes of one kind run on them one after the other between two
-//! collectives; what is no matter of single samples waits for both.
+//! collectives; nodes that need all samples wait for both halves.
 
 use super::StageProgram;
 use crate::{
@@ -86,7 +86,7 @@ impl StageProgram {
     /// its result is read first. Weight gradients of layers whose input gradients are summed over
     /// ranks come behind the start of that sum, since they need no other rank.
     ///
-    /// A microbatch of one sample has no halves; then weight gradients alone overlap.
+    /// A microbatch of one sample has no halves; then weight gradients alone pass beside sums.
     #[must_use]
     pub(crate) fn overlapping(mut self, overlap: Overlap) -> Self {
         self.overlap = overlap;
@@ -115,7 +115,7 @@ impl StageProgram {
                 let inputs = node.inputs.iter();
                 inputs.for_each(|&input| readers.entry(input).or_default().push(id));
             } else if is_sum(node) {
-                let products = products(&self.graph, node.inputs[0]);
+                let products = Terms::of(&self.graph, node.inputs[0]).products;
                 let grads = products.iter().map(|&id| self.graph.node(id).inputs[0]);
                 let weights = grads.filter_map(|grad| readers.get(&grad)).flatten();
                 let weights = weights.filter(|&&weight| seen.insert(weight));
@@ -182,7 +182,11 @@ impl StageProgram {
             batched: vec![false; self.graph.num_values()],
         };
         let grads = self.send.iter().filter_map(|hop| hop.grad);
-        for value in given.into_iter().chain(grads) {
+        // Zeros for each sample, as of a position before all others.
+        let is_zeros = |node: &&Node| matches!(node.op, Op::Zeros { .. });
+        let zeros = self.graph.nodes().iter().filter(is_zeros);
+        let zeros = zeros.map(|node| node.outputs[0]);
+        for value in given.into_iter().chain(grads).chain(zeros) {
             let first = self.graph.ty(value).shape.first();
             halves.batched[value.index()] = first == Some(&samples);
         }
@@ -198,25 +202,15 @@ impl StageProgram {
         (!halves.nodes.is_empty()).then_some(halves)
     }
 
-    /// The sums over ranks, and the products whose parts they sum.
+    /// The sums over ranks of products, and what adds up to these.
     fn summed_products(&self, halves: &Halves) -> BTreeSet<NodeId> {
-        let nodes = self.graph.node_ids().filter(|id| halves.sums(self, *id));
-        let mut wanted = BTreeSet::new();
-        for id in nodes {
-            wanted.insert(id);
-            let mut terms = vec![self.graph.node(id).inputs[0]];
-            while let Some(producer) = terms.pop().and_then(|term| self.graph.producer(term)) {
-                let node = self.graph.node(producer);
-                match node.op {
-                    Op::Linear { .. } | Op::LinearGradInput { .. } => {
-                        wanted.insert(producer);
-                    }
-                    Op::Identity => terms.extend(&node.inputs),
-                    _ => {}
-                }
-            }
-        }
-        wanted
+        let sums = self.graph.node_ids().filter(|id| halves.sums(self, *id));
+        let with_terms = sums.filter_map(|id| {
+            let terms = Terms::of(&self.graph, self.graph.node(id).inputs[0]);
+            let all = terms.products.iter().chain(&terms.additions).copied();
+            (!terms.products.is_empty()).then(|| all.chain([id]).collect::<Vec<_>>())
+        });
+        with_terms.flatten().collect()
     }
 
     /// The nodes from the first region of split layers to the last sum over ranks, and those of the
@@ -242,34 +236,60 @@ impl StageProgram {
 impl Halves {
     /// Notes whether a node can run on halves, and which of its results have samples.
     fn visit(&mut self, program: &StageProgram, id: NodeId) {
-        let node = program.graph.node(id);
+        let (graph, node) = (&program.graph, program.graph.node(id));
         if !node.inputs.iter().any(|input| self.batched[input.index()]) {
             return;
         }
-        let of_samples = match samples(&node.op) {
-            Samples::Mixed => return,
-            Samples::Together => true,
-            Samples::Summed => {
-                let is_weight = program.phases[id.index()] == Phase::BackwardWeight;
-                if let Some(half) = self.half(&program.graph, node, false).filter(|_| is_weight) {
-                    self.nodes.insert(id, half);
-                }
-                false
+        let is_weight = program.phases[id.index()] == Phase::BackwardWeight;
+        let samples = samples(&node.op);
+        let half = match samples {
+            Samples::Alone if !is_weight => self.half(graph, node, true),
+            Samples::Summed if is_weight && self.accumulates(program, node) => {
+                self.half(graph, node, false)
             }
-            Samples::Alone => {
-                let half = self.half(&program.graph, node, true);
-                let is_some = half.is_some();
-                self.nodes.extend(half.map(|half| (id, half)));
-                is_some
-            }
+            Samples::Alone | Samples::Summed | Samples::Together | Samples::Mixed => None,
         };
-        for output in &node.outputs {
-            self.batched[output.index()] = of_samples;
+        self.nodes.extend(half.map(|half| (id, half)));
+        if let Samples::Alone | Samples::Together = samples {
+            let all: usize = self.samples.iter().sum();
+            for (index, &output) in node.outputs.iter().enumerate() {
+                // The gradient of a table of biases is a sum.
+                let is_sum = matches!(node.op, Op::AttentionGrad(_)) && index > 2;
+                let first = graph.ty(output).shape.first();
+                let holds = first.is_some_and(|first| first.is_multiple_of(all));
+                self.batched[output.index()] = holds && !is_sum;
+            }
+        }
+    }
+
+    /// Whether the results of a node are gradients that the stage accumulates.
+    fn accumulates(&self, program: &StageProgram, node: &Node) -> bool {
+        let is_grad = |output: &ValueId| program.grads.iter().any(|grad| grad.value == *output);
+        node.outputs.iter().all(is_grad)
+    }
+
+    /// Whether halves of the operands are operands of the halves: rows have their place in the
+    /// masks of their sample, tables and vectors are whole.
+    fn are_operands(&self, graph: &Graph, node: &Node) -> bool {
+        let all: usize = self.samples.iter().sum();
+        let ty = |operand: usize| graph.ty(node.inputs[operand]);
+        let has_samples = |operand: usize| self.batched[node.inputs[operand].index()];
+        match &node.op {
+            Op::Dropout(_) | Op::Attention(_) | Op::AttentionGrad(_) => ty(0).shape[0] == all,
+            Op::Embedding { .. } => !has_samples(1),
+            Op::Linear { .. } | Op::LinearGradInput { .. } => ty(0).ndim() > 1 && !has_samples(1),
+            Op::Softmax | Op::SoftmaxGrad | Op::LayerNorm { .. } | Op::RmsNorm { .. } => {
+                ty(0).ndim() > 1
+            }
+            _ => true,
         }
     }
 
     /// The node on halves, if its results are those of the halves, or sums of the whole's type.
     fn half(&self, graph: &Graph, node: &Node, of_samples: bool) -> Option<HalfNode> {
+        if !self.are_operands(graph, node) {
+            return None;
+        }
         let all: usize = self.samples.iter().sum();
         let share = |size: usize, half: usize| {
             let whole = size.is_multiple_of(all);
@@ -336,23 +356,36 @@ fn is_sum(node: &Node) -> bool {
     region.is_some_and(Collective::reduces)
 }
 
-/// The gradients of the inputs of linear layers that add up to a value.
-fn products(graph: &Graph, sum: ValueId) -> Vec<NodeId> {
-    let mut products = Vec::new();
-    let mut terms = vec![sum];
-    while let Some(term) = terms.pop() {
-        let Some(id) = graph.producer(term) else {
-            continue;
-        };
-        let node = graph.node(id);
-        let class = node.op.class();
-        if class == Class::Add || class == Class::Identity {
-            terms.extend(&node.inputs);
-        } else if let Op::LinearGradInput { .. } = node.op {
-            products.push(id);
+/// What adds up to a value.
+#[derive(Debug, Default)]
+struct Terms {
+    /// Products of linear layers, or gradients of their inputs.
+    products: Vec<NodeId>,
+    /// The additions.
+    additions: Vec<NodeId>,
+}
+
+impl Terms {
+    fn of(graph: &Graph, sum: ValueId) -> Self {
+        let mut found = Self::default();
+        let mut terms = vec![sum];
+        while let Some(term) = terms.pop() {
+            let Some(id) = graph.producer(term) else {
+                continue;
+            };
+            let node = graph.node(id);
+            match node.op.class() {
+                Class::Add | Class::Identity => {
+                    found.additions.push(id);
+                    terms.extend(&node.inputs);
+                }
+                Class::Linear(_) => found.products.push(id),
+                _ if matches!(node.op, Op::LinearGradInput { .. }) => found.products.push(id),
+                _ => {}
+            }
         }
+        found
     }
-    products
 }
 
 /// What an operation does with the samples of its operands, which are their first dimension.
@@ -365,7 +398,9 @@ fn samples(op: &Op) -> Samples {
         }
     };
     match op {
-        Op::Linear { .. }
+        Op::SeenPositions { .. }
+        | Op::DocumentPositions { .. }
+        | Op::Linear { .. }
         | Op::LinearGradInput { .. }
         | Op::Embedding { .. }
         | Op::LayerNorm { .. }
@@ -403,10 +438,8 @@ fn samples(op: &Op) -> Samples {
         | Op::LayerNormGradParams
         | Op::RmsNormGradParams
         | Op::SumLeading { .. } => Samples::Summed,
-        Op::CrossEntropyGrad { .. } => Samples::Together,
+        Op::CrossEntropyGrad { .. } | Op::SumAllGrad => Samples::Together,
         Op::Positions { .. }
-        | Op::SeenPositions { .. }
-        | Op::DocumentPositions { .. }
         | Op::RelativeBuckets(_)
         | Op::Zeros { .. }
         | Op::MatMul { .. }
@@ -414,7 +447,6 @@ fn samples(op: &Op) -> Samples {
         | Op::VocabMax { .. }
         | Op::VocabSums { .. }
         | Op::VocabLoss { .. }
-        | Op::SumAll
-        | Op::SumAllGrad => Samples::Mixed,
+        | Op::SumAll => Samples::Mixed,
     }
 }

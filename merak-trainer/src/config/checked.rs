@@ -276,10 +276,10 @@ impl CheckedArguments {
         self.offload_optimizer.filter(changes)
     }
 
-    /// What runs while sums over tensor-parallel ranks pass: nothing of a microbatch of one sample,
-    /// which has no halves, nor where the sequence comes before the samples.
+    /// What runs while sums over tensor-parallel ranks pass: nothing where there are none, nor of a
+    /// microbatch of one sample, which has no halves, nor where the sequence comes before samples.
     pub(crate) fn overlap(&self) -> Overlap {
-        if self.per_device_train_batch_size < 2 || self.sequence_dim == 0 {
+        if self.tp == 1 || self.per_device_train_batch_size < 2 || self.sequence_dim == 0 {
             Overlap::None
         } else {
             self.tp_overlapping_level

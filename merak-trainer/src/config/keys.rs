@@ -81,7 +81,8 @@ settings! {
         sequence_dim: usize [at_least 0, at_most 1] = 1,
         /// What runs while sums over tensor-parallel ranks pass: 0 nothing; 1 the other half of the
         /// product whose parts are summed, and gradients of weights; 2 the other half of the
-        /// microbatch's samples, within a layer; 3 that half over the borders of layers too.
+        /// microbatch's samples, within a layer; 3 that half over the borders of layers too. With
+        /// one sample, or `sequence_dim = 0`, it is 0.
         tp_overlapping_level: Overlap = Overlap::None,
         /// Ranks that share each sequence: all work is cut along it. They must divide its length.
         sp: usize [at_least 1] = 1,

@@ -1,6 +1,10 @@
 //! The profiling run: every kind of node of a model, on as many ranks as the run will have.
 
-use super::{Profile, profile::of_node, timed::Timed};
+use super::{
+    Profile,
+    profile::{calls, of_node},
+    timed::Timed,
+};
 use crate::{
     config::CheckedArguments,
     data::{DOCUMENT_IDS, integer_limit},
@@ -402,9 +406,8 @@ fn per_node(stages: &[Stage], nodes: &BTreeMap<String, f64>, whole: f64) -> f64 
         graph.nodes().iter().map(move |node| (graph, node))
     });
     let (mut sum, mut count) = (0.0, 0);
-    for (graph, node) in all.filter(|(_, node)| node.op.has_kernel()) {
-        let seconds = nodes.get(&of_node(graph, node)).copied();
-        sum += seconds.unwrap_or_default();
+    for (call, times) in all.flat_map(|(graph, node)| calls(graph, node)) {
+        sum += times * nodes.get(&call).copied().unwrap_or_default();
         count += 1;
     }
     ((whole - sum) / f64::from(count.max(1))).max(0.0)

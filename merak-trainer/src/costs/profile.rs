@@ -10,8 +10,8 @@ use crate::{
 };
 use merak_ckpt::words::Bytes;
 use merak_trace::{
-    Graph, Node, Op, Overlap, StageProgram, TensorType, ValueId,
-    op::{AxisSlice, Class, Cost, Keys, RegionKind},
+    Coord, Graph, Node, Op, Overlap, StageProgram, TensorType, ValueId,
+    op::{Attention, AxisSlice, Class, Cost, Keys, RegionKind},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -208,8 +208,8 @@ impl Profile {
     fn covers(&self, programs: &[StageProgram]) -> bool {
         programs.iter().all(|program| {
             let nodes = program.graph.nodes().iter();
-            let mut timed = nodes.filter(|node| node.op.has_kernel());
-            timed.all(|node| self.nodes.contains_key(&of_node(&program.graph, node)))
+            let mut calls = nodes.flat_map(|node| calls(&program.graph, node));
+            calls.all(|(call, _)| self.nodes.contains_key(&call))
         })
     }
 
@@ -239,24 +239,18 @@ impl Profile {
         }
     }
 
-    /// Seconds of an attention whose keys and values go round, or of its gradient: those of as many
-    /// rounds as ranks, each with the keys of one, and of the messages between.
+    /// Seconds of an attention whose keys and values go round, or of its gradient: those of its
+    /// rounds, and of the messages between.
     fn ring(&self, graph: &Graph, node: &Node, slice: AxisSlice) -> f64 {
-        let mut of_one = node.op.clone();
-        if let Op::Attention(spec) | Op::AttentionGrad(spec) = &mut of_one {
-            spec.keys = Keys::OfRank(0);
-        }
-        let ty = |value: &ValueId| graph.ty(*value);
-        let types = (node.inputs.iter().map(ty), node.outputs.iter().map(ty));
-        let timed = self.nodes.get(&signature(&of_one, types.0, types.1));
+        let mut timed = calls(graph, node).into_iter();
+        let compute = timed.try_fold(0.0, |sum, (call, count)| {
+            Some(sum + count * self.nodes.get(&call)?)
+        });
+        let compute = compute.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)));
         let is_forward = node.op.class() == Class::Attention;
         let (keys, trips) = if is_forward { (1, 1) } else { (2, 2) };
-        let keys = ty(&node.inputs[keys]);
+        let keys = graph.ty(node.inputs[keys]);
         let ranks = slice.full as f64 / keys.shape[slice.dim].max(1) as f64;
-        let compute = timed.map_or_else(
-            || Self::estimate(Cost::of(graph, node)),
-            |seconds| ranks * seconds,
-        );
         let message = self.network.send.seconds(2 * keys.size_bytes());
         self.per_node + compute + ranks * f64::from(trips) * message
     }
@@ -315,6 +309,59 @@ pub(super) fn of_node(graph: &Graph, node: &Node) -> String {
         node.inputs.iter().map(ty),
         node.outputs.iter().map(ty),
     )
+}
+
+/// The calls of a backend that a node is, by their signatures, and how many of each: one for most
+/// nodes; in a ring, those of the rounds in which queries meet keys, in the mean of the ranks.
+pub(super) fn calls(graph: &Graph, node: &Node) -> Vec<(String, f64)> {
+    let (Some(slice), Op::Attention(spec) | Op::AttentionGrad(spec)) = (node.op.ring(), &node.op)
+    else {
+        let own = node.op.has_kernel().then(|| (of_node(graph, node), 1.0));
+        return own.into_iter().collect();
+    };
+    let (operands, results) = (types(graph, &node.inputs), types(graph, &node.outputs));
+    let is_forward = node.op.class() == Class::Attention;
+    let local = operands[usize::from(!is_forward)].shape[slice.dim];
+    let ranks = slice.full / local.max(1);
+    let meets = |rank: usize, owner: usize| {
+        let keys = Keys::OfRank(owner);
+        let place = Coord::default().with(slice.axis, rank);
+        Attention {
+            keys,
+            ..spec.clone()
+        }
+        .meets(place, local)
+    };
+    let pairs = (0..ranks).flat_map(|rank| (0..ranks).map(move |owner| (rank, owner)));
+    let met = pairs.filter(|&(rank, owner)| meets(rank, owner)).count();
+    let met = met as f64 / ranks as f64;
+    let of_one = Attention {
+        keys: Keys::OfRank(0),
+        ..spec.clone()
+    };
+    let call = |op: &Op, operands: &[&TensorType], results: &[&TensorType]| {
+        signature(op, operands.iter().copied(), results.iter().copied())
+    };
+    let sum = |ty| call(&Op::Add, &[ty, ty], &[ty]);
+    let mut calls = if is_forward {
+        let joined = [results[0], results[1], results[0], results[1]];
+        vec![
+            (call(&Op::Attention(of_one), &operands, &results), met),
+            (call(&Op::JoinAttention, &joined, &results), met - 1.0),
+        ]
+    } else {
+        vec![
+            (call(&Op::AttentionGrad(of_one), &operands, &results), met),
+            (sum(results[0]), met - 1.0),
+            (sum(results[1]), 2.0 * (met - 1.0)),
+        ]
+    };
+    calls.retain(|(_, count)| *count > 0.0);
+    calls
+}
+
+fn types<'a>(graph: &'a Graph, values: &[ValueId]) -> Vec<&'a TensorType> {
+    values.iter().map(|&value| graph.ty(value)).collect()
 }
 
 /// The operation without the fields that tell nodes of one kind apart.

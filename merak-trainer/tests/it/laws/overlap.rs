@@ -4,7 +4,7 @@ use super::sp::check;
 use crate::support::{Case, assert_same_tensors};
 use merak_partition::{PhaseCosts, StepCosts};
 use merak_trace::{
-    Graph, Node, Overlap, RecomputePlan, StageCuts, StageProgram,
+    Graph, Node, NodeId, Overlap, RecomputePlan, StageCuts, StageProgram, Step,
     models::{self, TraceOptions},
     op::Cost,
 };
@@ -26,6 +26,45 @@ fn every_family_trains_like_one_rank_on_every_level() {
     }
     for (_, case) in super::encoders::models() {
         check(&case, &[1, 3].map(|level| overlapping(&case, level)), 4);
+    }
+}
+
+/// The nodes of a stage that sum over ranks within a layer, and those of them that run on halves.
+fn sums_of_layers(case: &Case) -> (Vec<String>, Vec<String>) {
+    let graph = &case.plan().graph;
+    let plan = RecomputePlan::default();
+    let program = StageProgram::training(graph, &StageCuts::whole(graph), 0, &plan);
+    let program = program.expect("operations have gradients");
+    let is_sum = |id: &NodeId| {
+        let node = program.graph.node(*id);
+        let region = node.op.region().and_then(|region| region.kind.forward());
+        let sums = region.is_some_and(|collective| collective.reduces());
+        // Gradients of vectors of a layer have no samples.
+        let has_samples = program.graph.ty(node.outputs[0]).ndim() > 1;
+        sums && has_samples && node.layer().contains(|c: char| c.is_ascii_digit())
+    };
+    let name = |id: NodeId| program.graph.node(id).name.to_string();
+    let all = program.graph.node_ids().filter(is_sum).map(name).collect();
+    let steps = [&program.forward, &program.backward].map(|nodes| program.steps(nodes));
+    let halved = steps.concat().into_iter().filter_map(|step| match step {
+        Step::Half(id, 0) if is_sum(&id) => Some(name(id)),
+        _ => None,
+    });
+    (all, halved.collect())
+}
+
+#[test]
+fn all_sums_of_layers_run_on_halves_in_every_family() {
+    let decoders = [("gpt2", Case::gpt2()), ("llama", Case::llama())];
+    let decoders = decoders.into_iter().chain(Case::relatives());
+    for (family, case) in decoders.chain(super::encoders::models()) {
+        for level in [1, 3] {
+            let (mut all, mut halved) = sums_of_layers(&overlapping(&case, level));
+            all.sort_unstable();
+            halved.sort_unstable();
+            assert_eq!(halved, all, "{family} on level {level}");
+            assert!(!all.is_empty(), "{family}");
+        }
     }
 }
 
