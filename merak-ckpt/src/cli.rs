@@ -204,7 +204,7 @@ fn without_file(error: &Error, command: &Command, words: &[OsString]) -> Option<
     let keys = places.find(|place| place.is_trailing_var_arg_set())?;
     let keys = keys.get_id().as_str();
     Some(format!(
-        "{file} is missing before '{}': {keys} of the configuration come behind it",
+        "{file} is missing before '{}': {keys} come behind it",
         brief(word)
     ))
 }
@@ -366,7 +366,7 @@ mod tests {
         let words = ["x", "keys", "--set", "tp=2"].map(OsString::from);
         let text = parse::<Line>(words).unwrap_err().to_string();
         let expected =
-            "error: CONFIG is missing before '--set': keys of the configuration come behind it";
+            "error: CONFIG is missing before '--set': keys come behind it";
         assert!(text.starts_with(expected), "{text}");
         let words = ["x", "keys", "a.toml", "--set", "tp=2"].map(OsString::from);
         let line = parse(words).unwrap();

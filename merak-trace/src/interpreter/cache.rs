@@ -3,6 +3,7 @@
 use super::{Batch, Forwarded, Frame, Interpreter, Params};
 use crate::{
     Call, Error, Following, NodeId, Op, Past, Result, RunContext, TensorType, Value, ValueId,
+    op::Class,
 };
 use merak_mpu::DType;
 use std::collections::BTreeMap;
@@ -129,7 +130,7 @@ impl Interpreter {
             .collect();
         let mut frame = self.begin(batch, received, context)?;
         let (nodes, mut attentions) = (&self.program.forward, 0);
-        let is_attention = |&node: &NodeId| matches!(self.op(node), Op::Attention(_));
+        let is_attention = |&node: &NodeId| self.op(node).class() == Class::Attention;
         let own = match tail {
             Some(_) => nodes
                 .iter()
@@ -138,18 +139,14 @@ impl Interpreter {
             None => nodes.len(),
         };
         for &node in &nodes[..own] {
-            match self.op(node) {
-                Op::Attention(_) => {
-                    self.attend(
-                        &mut frame,
-                        params,
-                        node,
-                        (attentions, sequences, &mut passed),
-                    )?;
-                    attentions += 1;
-                }
-                Op::Positions { first, .. } => self.place(&mut frame, node, *first, &positions)?,
-                _ => self.step(&mut frame, params, node)?,
+            if self.op(node).class() == Class::Attention {
+                let with = (attentions, sequences, &mut passed[..]);
+                self.attend(&mut frame, params, node, with)?;
+                attentions += 1;
+            } else if let Op::Positions { first, .. } = self.op(node) {
+                self.place(&mut frame, node, *first, &positions)?;
+            } else {
+                self.step(&mut frame, params, node)?;
             }
         }
         let forwarded = match tail {

@@ -244,7 +244,7 @@ impl Halves {
         let samples = samples(&node.op);
         let half = match samples {
             Samples::Alone if !is_weight => self.half(graph, node, true),
-            Samples::Summed if is_weight && self.accumulates(program, node) => {
+            Samples::Summed if is_weight && accumulates(program, node) => {
                 self.half(graph, node, false)
             }
             Samples::Alone | Samples::Summed | Samples::Together | Samples::Mixed => None,
@@ -260,12 +260,6 @@ impl Halves {
                 self.batched[output.index()] = holds && !is_sum;
             }
         }
-    }
-
-    /// Whether the results of a node are gradients that the stage accumulates.
-    fn accumulates(&self, program: &StageProgram, node: &Node) -> bool {
-        let is_grad = |output: &ValueId| program.grads.iter().any(|grad| grad.value == *output);
-        node.outputs.iter().all(is_grad)
     }
 
     /// Whether halves of the operands are operands of the halves: rows have their place in the
@@ -340,6 +334,12 @@ impl Halves {
     fn sums(&self, program: &StageProgram, id: NodeId) -> bool {
         self.nodes.contains_key(&id) && is_sum(program.graph.node(id))
     }
+}
+
+/// Whether the results of a node are gradients that the stage accumulates.
+fn accumulates(program: &StageProgram, node: &Node) -> bool {
+    let is_grad = |output: &ValueId| program.grads.iter().any(|grad| grad.value == *output);
+    node.outputs.iter().all(is_grad)
 }
 
 /// Runs the nodes between two collectives on one half, then on the other.
