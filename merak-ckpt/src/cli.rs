@@ -365,8 +365,7 @@ mod tests {
     fn a_key_before_the_file_says_that_the_file_is_missing() {
         let words = ["x", "keys", "--set", "tp=2"].map(OsString::from);
         let text = parse::<Line>(words).unwrap_err().to_string();
-        let expected =
-            "error: CONFIG is missing before '--set': keys come behind it";
+        let expected = "error: CONFIG is missing before '--set': keys come behind it";
         assert!(text.starts_with(expected), "{text}");
         let words = ["x", "keys", "a.toml", "--set", "tp=2"].map(OsString::from);
         let line = parse(words).unwrap();

@@ -47,6 +47,20 @@ fn shared_sequences_train_like_on_the_default_backend() {
 }
 
 #[test]
+fn halves_of_microbatches_train_like_on_the_default_backend() {
+    for case in [Case::gpt2(), Case::llama()] {
+        let case = case.with_dropout(0.1);
+        let all = case.run(3);
+        for level in [1, 3] {
+            let case = on_tch(&case).on((1, 2, 1));
+            let case = case.with("tp_overlapping_level", level);
+            let what = format!("level {level}");
+            assert_close_losses(&case.run(3).reports, &all.reports, 1e-4, &what);
+        }
+    }
+}
+
+#[test]
 fn bf16_trains_close_to_f32_on_any_topology() {
     for (family, wide) in families() {
         let wide = on_tch(&wide);

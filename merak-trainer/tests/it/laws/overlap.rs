@@ -6,7 +6,7 @@ use merak_partition::{PhaseCosts, StepCosts};
 use merak_trace::{
     Graph, Node, NodeId, Overlap, RecomputePlan, StageCuts, StageProgram, Step,
     models::{self, TraceOptions},
-    op::Cost,
+    op::{Collective, Cost},
 };
 use merak_trainer::Workload;
 use serde_json::json;
@@ -38,7 +38,7 @@ fn sums_of_layers(case: &Case) -> (Vec<String>, Vec<String>) {
     let is_sum = |id: &NodeId| {
         let node = program.graph.node(*id);
         let region = node.op.region().and_then(|region| region.kind.forward());
-        let sums = region.is_some_and(|collective| collective.reduces());
+        let sums = region.is_some_and(Collective::reduces);
         // Gradients of vectors of a layer have no samples.
         let has_samples = program.graph.ty(node.outputs[0]).ndim() > 1;
         sums && has_samples && node.layer().contains(|c: char| c.is_ascii_digit())
