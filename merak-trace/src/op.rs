@@ -128,8 +128,8 @@ pub enum Op {
     Attention(Attention),
     /// `dout, q, k, v, out, lse, (seen), (table, index) -> dq, dk, dv, (dtable)`.
     AttentionGrad(Attention),
-    /// `out, lse, out, lse -> out, lse`: the attention of queries to two sets of keys, from those to
-    /// each set, as of [`Op::Attention`]. It has no gradient.
+    /// `out, lse, out, lse -> out, lse`: the attention of queries to two sets of keys, from the
+    /// results of [`Op::Attention`] for each set. It has no gradient.
     JoinAttention,
     /// `x [B, S, H*D], positions [S] or [B, S] i64 -> x`.
     Rope(Rope),

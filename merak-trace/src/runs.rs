@@ -46,7 +46,8 @@ impl Runs {
         in_first + index.saturating_sub(self.second).min(len - turn)
     }
 
-    /// How many of the local indices from `local` up to `len` are neighbours in the whole dimension.
+    /// How many of the local indices from `local` up to `len` are neighbours in the whole
+    /// dimension.
     pub fn neighbours(&self, local: usize, len: usize) -> usize {
         let end = if local < self.turn { self.turn } else { len };
         end.min(len).saturating_sub(local)

@@ -218,8 +218,9 @@ pub struct Attention {
 /// Positions of an attention's optional operands, where present.
 ///
 /// The required operands may be followed by `seen [B, Sk] i64` (0 hides a key from all queries of
-/// its sample; or the ids of documents; where keys go round, `[B, S]` for the whole sequence), then by a pair of `table [R, heads]` and `index [Sq, Sk]
-/// i64`: the score of (head, query, key) gets `table[index[query, key], head]` added.
+/// its sample; or the ids of documents; where keys go round, `[B, S]` for the whole sequence), then
+/// by a pair of `table [R, heads]` and `index [Sq, Sk] i64`: the score of (head, query, key) gets
+/// `table[index[query, key], head]` added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionOptions {
     /// Position of `seen`.
