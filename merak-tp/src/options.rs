@@ -25,10 +25,10 @@ pub enum Sequence {
 
 /// How the attentions of a cut sequence see what other ranks have.
 ///
-/// Under a causal mask, later queries see more keys. Where ranks keep their queries, and twice their
-/// number `N` divides the sequence (the second dimension), the sequence is cut into `2N` slices:
-/// rank `r` has the `r`-th from the beginning and the `r`-th from the end. All ranks do the same
-/// work then.
+/// Under a causal mask, later queries see more keys. Where ranks keep their queries, and twice
+/// their number `N` divides the sequence (the second dimension), the sequence is cut into `2N`
+/// slices: rank `r` has the `r`-th from the beginning and the `r`-th from the end. All ranks do the
+/// same work then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SequenceMethod {
     /// The heads are shared out between an all-to-all before and one after each attention ([Jacobs

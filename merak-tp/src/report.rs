@@ -77,8 +77,8 @@ pub struct CollectiveBytes {
     /// How many there are.
     pub count: usize,
     /// Bytes of the whole values together. Over a ring of `T` ranks each sends `2(T-1)/T` of them
-    /// in an all-reduce and `(T-1)/T` in an all-gather, a reduce-scatter, or where keys and values go
-    /// round; of the gradients that follow these, all.
+    /// in an all-reduce; `(T-1)/T` in an all-gather, in a reduce-scatter, or where keys and values
+    /// go round; and all gradients that follow these.
     pub bytes: usize,
 }
 

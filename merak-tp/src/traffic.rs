@@ -25,8 +25,9 @@ pub struct LayerTraffic {
     /// How many there are in the backward.
     pub backward: usize,
     /// Bytes of the whole values of all of them. Over a ring of `T` ranks each sends `2(T-1)/T` of
-    /// them in an all-reduce, `(T-1)/T` in an all-gather, a reduce-scatter, or where keys and values
-    /// go round, all gradients of these, and a `T`-th of `(T-1)/T` in an all-to-all.
+    /// them in an all-reduce; `(T-1)/T` in an all-gather, in a reduce-scatter, or where keys and
+    /// values go round; all gradients that follow these; and a `T`-th of `(T-1)/T` in an
+    /// all-to-all.
     pub bytes: usize,
 }
 

@@ -52,8 +52,8 @@ fn norm(grad: &[f64]) -> f64 {
     grad.iter().map(|x| x * x).sum::<f64>().sqrt()
 }
 
-/// Asserts that all ranks of a split graph compute the same as one rank on the whole graph, whatever
-/// runs while collectives pass.
+/// Asserts that all ranks of a split graph compute the same as one rank on the whole graph,
+/// whatever runs while collectives pass.
 ///
 /// In f64 sums in another order differ by some 1e-15 of the largest summand. A gradient that
 /// cancels out is held against the norm of all gradients.

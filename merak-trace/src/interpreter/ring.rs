@@ -142,7 +142,8 @@ impl Interpreter {
         Ok(vec![dq, dk, dv])
     }
 
-    /// Hands on the keys and values of a round, unless it is the last, and awaits those of the next.
+    /// Hands on the keys and values of a round, unless it is the last, and awaits those of the
+    /// next.
     fn next_keys(
         &self,
         ring: &Ring<'_>,
