@@ -41,7 +41,7 @@ pub(super) struct RunState {
     pub(super) position: DataPosition,
     pub(super) seed: u64,
     pub(super) data_seed: u64,
-    global_batch: usize,
+    pub(super) global_batch: usize,
     /// Whether the random state above is to be trusted, and whether there is optimizer state.
     pub(super) has_rng: bool,
     pub(super) has_optimizer: bool,

@@ -541,6 +541,7 @@ pub(super) fn warn_of_checkpoint(
         Some(saved) if args.finetune => warn_of_tokenizer(parts, saved, checkpoint),
         Some(saved) => {
             warn_of_data(plan, parts, saved, checkpoint);
+            warn_of_batch(args, saved, checkpoint);
             warn_of_optimizer(args, checkpoint);
         }
         None => {}
@@ -592,6 +593,20 @@ fn warn_of_data(plan: &Plan, parts: &TrainerParts, saved: &RunState, checkpoint:
             saved = saved.samples,
             now = now.samples,
             "the same data make another number of training samples: training goes on behind as many of them"
+        );
+    }
+}
+
+/// Warns where steps have other numbers of samples than those that have passed.
+fn warn_of_batch(args: &CheckedArguments, saved: &RunState, checkpoint: &Checkpoint) {
+    let (saved, now) = (saved.global_batch, args.global_batch());
+    if saved != now {
+        tracing::warn!(
+            path = %checkpoint.path().display(),
+            saved,
+            now,
+            "a step has another number of samples than in the checkpoint's run: training goes on behind the samples \
+             that it has seen, and the learning rate behind its steps"
         );
     }
 }
