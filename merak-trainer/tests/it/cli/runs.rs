@@ -573,7 +573,10 @@ fn a_resumed_run_tells_other_lengths_and_other_contents_apart() {
     let other_batch = "a step has another number of samples";
     assert!(!said.contains(other_batch), "{said}");
     let said = warned("--gradient_accumulation_steps 2");
-    assert!(said.contains(other_batch) && !said.contains(other_data), "{said}");
+    assert!(
+        said.contains(other_batch) && !said.contains(other_data),
+        "{said}"
+    );
     let behind = place.mistake("train merak.toml --resume latest --max_steps 26 --seq_length 31");
     assert!(
         behind.contains("(\"seq_length\" is 31, and was 16)"),
