@@ -141,13 +141,13 @@ fn weights_of_bf16_train_like_those_of_one_rank() {
     for case in [Case::gpt2(), Case::llama()] {
         let case = case.with_dropout(0.1).with("bf16", true);
         let alone = case.run(8);
-        for sp in [2, 4] {
-            let run = case.clone().sharing(sp).run(8);
+        for (sp, method) in [(2, "ulysses"), (4, "ulysses"), (4, "ring")] {
+            let run = case.clone().sharing(sp).with("sp_method", method).run(8);
             assert_close_losses(
                 &run.reports,
                 &alone.reports,
                 2e-2,
-                &format!("{sp} {case:?}"),
+                &format!("{sp} {method} {case:?}"),
             );
         }
     }
@@ -186,6 +186,11 @@ fn a_run_goes_on_with_and_without_shared_sequences() {
         (&wide, whole.clone().sharing(4).with("zero_stage", 3)),
         (&shared, whole.clone().on((1, 2, 1))),
         (&llama.clone().sharing(4), llama.on((1, 2, 2)).sharing(2)),
+        (&shared, whole.clone().sharing(4).with("sp_method", "ring")),
+        (
+            &whole.clone().sharing(2).with("sp_method", "ring"),
+            whole.clone(),
+        ),
     ] {
         let folder = tempdir().expect("a temporary folder");
         train_and_save(from, 3, folder.path());
@@ -211,13 +216,16 @@ fn evaluations_and_tokens_are_those_of_one_rank() {
             (metrics[0].eval_loss, metrics[0].eval_samples)
         };
         let (tokens, loss) = (generate(&case, &prompts, &greedy), evaluated(&case));
-        for (degrees, sp) in [
-            ((1, 1, 1), 2),
-            ((1, 1, 1), 4),
-            ((2, 1, 2), 2),
-            ((1, 2, 1), 2),
+        for (degrees, sp, method) in [
+            ((1, 1, 1), 2, "ulysses"),
+            ((1, 1, 1), 4, "ulysses"),
+            ((2, 1, 2), 2, "ulysses"),
+            ((1, 2, 1), 2, "ulysses"),
+            ((1, 1, 1), 4, "ring"),
+            ((1, 2, 2), 2, "all_gather"),
         ] {
             let case = case.clone().on(degrees).sharing(sp);
+            let case = case.with("sp_method", method);
             assert_eq!(
                 generate(&case, &prompts, &greedy),
                 tokens,
