@@ -77,7 +77,7 @@
 //! backward: reduce_scatter
 //! ```
 //!
-//! By [`SequenceMethod::Ring`] keys and values go round the ranks, so that none has all of them:
+//! By [`SequenceMethod::Ring`] they go round the ranks, which compute with those of one at a time:
 //!
 //! ```text
 //! q, k, v [B, S/N, H] ──► attention to the own keys, those of the rank before, ... ──► [B, S/N, H]

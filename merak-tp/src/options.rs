@@ -39,8 +39,8 @@ pub enum SequenceMethod {
     /// al. 2024](https://arxiv.org/abs/2407.21783), section 3.3.2): any number of ranks.
     AllGather,
     /// Keys and values go round the ranks, each of which meets them with the queries of its own
-    /// ([Liu et al. 2023](https://arxiv.org/abs/2310.01889)): any number of ranks, none of which
-    /// has the keys of all positions.
+    /// ([Liu et al. 2023](https://arxiv.org/abs/2310.01889)): any number of ranks, which compute
+    /// with the keys of one at a time.
     Ring,
 }
 

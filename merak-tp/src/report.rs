@@ -105,8 +105,8 @@ impl Report {
     pub(crate) fn count_collectives(&mut self, graph: &Graph) {
         let needs_grad = needs_grad(graph, &[]);
         for node in graph.nodes() {
-            let rounds = node.op.ring().filter(|slice| slice.axis == self.axis);
-            if let Some(ring) = rounds.and_then(|_| Exchange::ring(graph, node)) {
+            let ring = Exchange::ring(graph, node);
+            if let Some(ring) = ring.filter(|_| node.op.communicates() == Some(self.axis)) {
                 self.count(ring.name, false, (ring.count, ring.bytes));
                 if node.inputs[..3]
                     .iter()

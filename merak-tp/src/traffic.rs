@@ -1,6 +1,6 @@
 //! What a microbatch communicates, counted from the programs that ranks run.
 
-use merak_trace::{Axis, Graph, Node, Op, Phase, StageProgram, ValueId, op::Class};
+use merak_trace::{Axis, Graph, Node, Op, Phase, StageProgram, ValueId, op::Ring};
 use serde::Serialize;
 use std::{collections::BTreeMap, fmt};
 
@@ -142,11 +142,14 @@ impl Exchange {
 
     /// The keys and values of an attention that go round, and in its gradient theirs too.
     pub(crate) fn ring(graph: &Graph, node: &Node) -> Option<Self> {
-        let slice = node.op.ring()?;
-        let is_forward = node.op.class() == Class::Attention;
-        let (keys, times) = if is_forward { (1, 1) } else { (2, 2) };
+        let Ring {
+            slice,
+            keys,
+            with_grads,
+        } = node.op.ring()?;
+        let times = 1 + usize::from(with_grads);
         let whole = |value: &ValueId| graph.ty(*value).with_dim(slice.dim, slice.full);
-        let pair = node.inputs[keys..keys + 2].iter();
+        let pair = node.inputs[keys].iter();
         let bytes: usize = pair.map(|value| whole(value).size_bytes()).sum();
         Some(Self {
             name: "ring",

@@ -372,8 +372,10 @@ impl Interpreter {
         if let Source::Param(param) = self.program.graph.value(id).source {
             return params.value(param.index());
         }
-        self.settle(frame, id)?;
-        self.join_halves(frame, id)?;
+        if self.program.overlap > Overlap::None {
+            self.settle(frame, id)?;
+            self.join_halves(frame, id)?;
+        }
         let remaining = &mut frame.remaining[id.index()];
         *remaining = remaining.saturating_sub(1);
         let slot = &mut frame.slots[id.index()];
@@ -516,8 +518,8 @@ impl Interpreter {
             let _shared = (!may_overwrite).then(|| inputs.clone());
             return self.backend.run(call, inputs);
         }
-        if let Some(slice) = call.op.ring() {
-            return self.around(call, slice, inputs);
+        if let Some(ring) = call.op.ring() {
+            return self.around(call, &ring, inputs);
         }
         let Some((kind, group)) = self.border(call) else {
             return Ok(inputs);

@@ -14,7 +14,7 @@ pub use cost::Cost;
 pub use facts::{Class, ResultMemory};
 pub use fields::{
     Activation, Attention, AttentionOptions, AxisSlice, DropoutSpec, JoinedGrad, Keys, Places,
-    Reduction, Rope, WeightLayout,
+    Reduction, Ring, Rope, WeightLayout,
 };
 pub use region::{Collective, Region, RegionKind};
 pub use relative_buckets::RelativeBuckets;

@@ -7,7 +7,7 @@ use crate::{
     op::{Reduction, RegionKind},
     placement::Shard,
 };
-use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp};
+use merak_mpu::{Buffer, Call as Collective, Communicator, Group, Pending, ReduceOp};
 use std::slice;
 
 /// A value on its way over the border of a region.
@@ -27,6 +27,7 @@ pub(super) struct Started {
     degree: usize,
 }
 
+/// The error of a collective or message of a node.
 pub(super) fn failed(call: Call<'_>, source: merak_mpu::Error) -> Error {
     Error::Collective {
         node: call.name.to_owned(),
@@ -45,37 +46,37 @@ impl Interpreter {
         kind: RegionKind<'_>,
     ) -> Result<Crossing> {
         let degree = group.world_size();
-        let (value, received) = match kind {
+        let (value, received, collective) = match kind {
             RegionKind::CopyTo => return Ok(Crossing::Done(value)),
             RegionKind::Scatter(shard) => {
                 let pieces = self.pieces(call, value, shard, degree)?;
                 let own = self.slice(call, &pieces, shard, (group.rank(), degree))?;
                 return Ok(Crossing::Done(own));
             }
-            RegionKind::AllReduce(_) => (value, call.results[0].clone()),
+            RegionKind::AllReduce(reduction) => {
+                let op = match reduction {
+                    Reduction::Sum => ReduceOp::Sum,
+                    Reduction::Max => ReduceOp::Max,
+                };
+                (value, call.results[0].clone(), Collective::AllReduce(op))
+            }
             RegionKind::AllGather { .. } => {
                 let local = value.ty().clone();
-                (value, local)
+                (value, local, Collective::AllGather)
             }
             RegionKind::ReduceScatter(shard) => {
                 let stacked = self.stacked_slices(call, value, shard, degree)?;
-                (stacked, call.results[0].clone())
+                let sum = Collective::ReduceScatter(ReduceOp::Sum);
+                (stacked, call.results[0].clone(), sum)
             }
             RegionKind::AllToAll { to, .. } => {
                 let piece = value.ty().with_dim(to.dim, to.local_size(degree));
-                (self.stacked_slices(call, value, to, degree)?, piece)
+                let stacked = self.stacked_slices(call, value, to, degree)?;
+                (stacked, piece, Collective::AllToAll)
             }
         };
         let buffer = self.backend.into_buffer(value)?;
-        let started = match kind {
-            RegionKind::AllReduce(Reduction::Max) => group.start_all_reduce(buffer, ReduceOp::Max),
-            RegionKind::AllReduce(Reduction::Sum) => group.start_all_reduce(buffer, ReduceOp::Sum),
-            RegionKind::AllGather { .. } => group.start_all_gather(buffer),
-            RegionKind::AllToAll { .. } => group.start_all_to_all(buffer),
-            RegionKind::ReduceScatter(_) | RegionKind::CopyTo | RegionKind::Scatter(_) => {
-                group.start_reduce_scatter(buffer, ReduceOp::Sum)
-            }
-        };
+        let started = group.start(collective, buffer, None);
         let pending = started.map_err(|source| failed(call, source))?;
         Ok(Crossing::Started(Started {
             pending,

@@ -9,14 +9,14 @@
 //! ```
 //!
 //! In the backward, the gradients of keys and values follow them: each rank adds its summand, and
-//! the last one sends the sum to the owner. No rank has the keys of all positions at once, and
-//! messages pass while ranks compute.
+//! the last one sends the sum to the owner. A rank computes with the keys of one rank at a time,
+//! and messages pass meanwhile; those of ranks that are ahead wait for it.
 
 use super::{Interpreter, regions::failed};
 use crate::{
     Error, Op, Result, TensorType, Value,
     backend::Call,
-    op::{Attention, AxisSlice, Keys},
+    op::{self, Attention, Keys},
 };
 use merak_mpu::{Communicator, Group, Message, Packet, Pending};
 
@@ -64,10 +64,10 @@ impl Interpreter {
     pub(super) fn around(
         &self,
         call: Call<'_>,
-        slice: AxisSlice,
+        ring: &op::Ring,
         inputs: Vec<Value>,
     ) -> Result<Vec<Value>> {
-        let group = self.groups.along(slice.axis);
+        let group = self.groups.along(ring.slice.axis);
         match call.op {
             Op::Attention(spec) => self.ring(&Ring { group, call, spec }, inputs),
             Op::AttentionGrad(spec) => self.ring_grad(&Ring { group, call, spec }, inputs),

@@ -1,6 +1,6 @@
 //! What passes and planners ask about an operation, in one table.
 
-use super::{AxisSlice, DropoutSpec, Op, Reduction, Region, RegionKind, WeightLayout};
+use super::{AxisSlice, DropoutSpec, Op, Reduction, Region, RegionKind, Ring, WeightLayout};
 use merak_mpu::Axis;
 
 /// Where the results of an operation lie.
@@ -186,19 +186,25 @@ impl Op {
 
     /// The mesh axis that this operation communicates over, forward.
     pub fn communicates(&self) -> Option<Axis> {
-        if let Some(slice) = self.ring() {
-            return Some(slice.axis);
+        if let Some(ring) = self.ring() {
+            return Some(ring.slice.axis);
         }
         let region = self.region()?;
         region.kind.forward().map(|_| region.axis)
     }
 
-    /// The slice whose keys and values, or their gradients too, go round the ranks of its axis.
-    pub fn ring(&self) -> Option<AxisSlice> {
-        let (Self::Attention(spec) | Self::AttentionGrad(spec)) = self else {
-            return None;
+    /// What goes round the ranks, if something does.
+    pub fn ring(&self) -> Option<Ring> {
+        let (spec, keys, with_grads) = match self {
+            Self::Attention(spec) => (spec, 1..3, false),
+            Self::AttentionGrad(spec) => (spec, 2..4, true),
+            _ => return None,
         };
-        spec.ring()
+        Some(Ring {
+            slice: spec.ring()?,
+            keys,
+            with_grads,
+        })
     }
 
     /// Whether a backend computes the results; the interpreter has those of other operations.

@@ -175,6 +175,17 @@ pub enum Keys {
     OfRank(usize),
 }
 
+/// What goes round the ranks in an attention, or in its gradient.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ring {
+    /// The slice of the sequence whose keys and values a rank brings.
+    pub slice: AxisSlice,
+    /// Positions of keys and values among the operands.
+    pub keys: Range<usize>,
+    /// Whether gradients of keys and values follow them.
+    pub with_grads: bool,
+}
+
 /// Where the queries and the keys of an attention lie in a sequence of `len` positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Places {

@@ -284,15 +284,10 @@ impl<'a> Walk<'a> {
     /// Bytes of a ring besides operands and results: keys and values that leave and arrive, and the
     /// results of a round.
     fn on_the_way(&self, node: &Node) -> usize {
-        if node.op.ring().is_none() {
+        let Some(ring) = node.op.ring() else {
             return 0;
-        }
-        let keys = if node.op.class() == Class::Attention {
-            1
-        } else {
-            2
         };
-        let pair = node.inputs.iter().skip(keys).take(2);
+        let pair = node.inputs[ring.keys].iter();
         let values = pair.clone().chain(pair).chain(&node.outputs);
         let sizes = values.map(|value| self.graph.ty(*value).size_bytes());
         sizes.fold(0, usize::saturating_add)

@@ -279,10 +279,24 @@ impl CheckedArguments {
     /// What runs while sums over tensor-parallel ranks pass: nothing where there are none, nor of a
     /// microbatch of one sample, which has no halves, nor where the sequence comes before samples.
     pub(crate) fn overlap(&self) -> Overlap {
-        if self.tp == 1 || self.per_device_train_batch_size < 2 || self.sequence_dim == 0 {
-            Overlap::None
+        match self.without_overlap() {
+            Some(_) => Overlap::None,
+            None => self.tp_overlapping_level,
+        }
+    }
+
+    /// Why nothing runs while sums over tensor-parallel ranks pass, whatever the level.
+    pub(crate) fn without_overlap(&self) -> Option<&'static str> {
+        if self.tp == 1 {
+            Some("\"tp\" is 1, so that no sums pass between ranks")
+        } else if self.sequence_dim == 0 {
+            Some("\"sequence_dim\" is 0, and halves of a microbatch are of samples that come first")
+        } else if self.per_device_train_batch_size < 2 {
+            Some(
+                "\"per_device_train_batch_size\" is 1, and a microbatch of one sample has no halves",
+            )
         } else {
-            self.tp_overlapping_level
+            None
         }
     }
 

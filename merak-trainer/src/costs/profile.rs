@@ -11,7 +11,7 @@ use crate::{
 use merak_ckpt::words::Bytes;
 use merak_trace::{
     Coord, Graph, Node, Op, Overlap, StageProgram, TensorType, ValueId,
-    op::{Attention, AxisSlice, Class, Cost, Keys, RegionKind},
+    op::{Attention, Class, Cost, Keys, RegionKind, Ring},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -219,8 +219,8 @@ impl Profile {
         if node.op.class() == Class::Identity {
             return self.per_node;
         }
-        if let Some(slice) = node.op.ring() {
-            return self.ring(graph, node, slice);
+        if let Some(ring) = node.op.ring() {
+            return self.ring(graph, node, &ring);
         }
         match node.op.region().map(|region| region.kind) {
             Some(RegionKind::CopyTo) => self.per_node,
@@ -241,18 +241,18 @@ impl Profile {
 
     /// Seconds of an attention whose keys and values go round, or of its gradient: those of its
     /// rounds, and of the messages between.
-    fn ring(&self, graph: &Graph, node: &Node, slice: AxisSlice) -> f64 {
+    fn ring(&self, graph: &Graph, node: &Node, ring: &Ring) -> f64 {
         let mut timed = calls(graph, node).into_iter();
         let compute = timed.try_fold(0.0, |sum, (call, count)| {
             Some(sum + count * self.nodes.get(&call)?)
         });
         let compute = compute.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)));
-        let is_forward = node.op.class() == Class::Attention;
-        let (keys, trips) = if is_forward { (1, 1) } else { (2, 2) };
-        let keys = graph.ty(node.inputs[keys]);
-        let ranks = slice.full as f64 / keys.shape[slice.dim].max(1) as f64;
+        let keys = graph.ty(node.inputs[ring.keys.start]);
+        // Gradients come home to their owner; keys and values end one rank before it.
+        let trips = 1 + usize::from(ring.with_grads);
+        let messages = trips * ranks_of(graph, node, ring) - 1;
         let message = self.network.send.seconds(2 * keys.size_bytes());
-        self.per_node + compute + ranks * f64::from(trips) * message
+        self.per_node + compute + messages as f64 * message
     }
 
     /// Estimated seconds of a node whose kind no segment has: an addition where gradients of
@@ -314,15 +314,14 @@ pub(super) fn of_node(graph: &Graph, node: &Node) -> String {
 /// The calls of a backend that a node is, by their signatures, and how many of each: one for most
 /// nodes; in a ring, those of the rounds in which queries meet keys, in the mean of the ranks.
 pub(super) fn calls(graph: &Graph, node: &Node) -> Vec<(String, f64)> {
-    let (Some(slice), Op::Attention(spec) | Op::AttentionGrad(spec)) = (node.op.ring(), &node.op)
+    let (Some(ring), Op::Attention(spec) | Op::AttentionGrad(spec)) = (node.op.ring(), &node.op)
     else {
         let own = node.op.has_kernel().then(|| (of_node(graph, node), 1.0));
         return own.into_iter().collect();
     };
     let (operands, results) = (types(graph, &node.inputs), types(graph, &node.outputs));
-    let is_forward = node.op.class() == Class::Attention;
-    let local = operands[usize::from(!is_forward)].shape[slice.dim];
-    let ranks = slice.full / local.max(1);
+    let (slice, ranks) = (ring.slice, ranks_of(graph, node, &ring));
+    let local = slice.full / ranks;
     let meets = |rank: usize, owner: usize| {
         let keys = Keys::OfRank(owner);
         let place = Coord::default().with(slice.axis, rank);
@@ -343,21 +342,27 @@ pub(super) fn calls(graph: &Graph, node: &Node) -> Vec<(String, f64)> {
         signature(op, operands.iter().copied(), results.iter().copied())
     };
     let sum = |ty| call(&Op::Add, &[ty, ty], &[ty]);
-    let mut calls = if is_forward {
-        let joined = [results[0], results[1], results[0], results[1]];
-        vec![
-            (call(&Op::Attention(of_one), &operands, &results), met),
-            (call(&Op::JoinAttention, &joined, &results), met - 1.0),
-        ]
-    } else {
+    let mut calls = if ring.with_grads {
         vec![
             (call(&Op::AttentionGrad(of_one), &operands, &results), met),
             (sum(results[0]), met - 1.0),
             (sum(results[1]), 2.0 * (met - 1.0)),
         ]
+    } else {
+        let joined = [results[0], results[1], results[0], results[1]];
+        vec![
+            (call(&Op::Attention(of_one), &operands, &results), met),
+            (call(&Op::JoinAttention, &joined, &results), met - 1.0),
+        ]
     };
     calls.retain(|(_, count)| *count > 0.0);
     calls
+}
+
+/// The ranks of a ring, at least one.
+fn ranks_of(graph: &Graph, node: &Node, ring: &Ring) -> usize {
+    let keys = graph.ty(node.inputs[ring.keys.start]);
+    (ring.slice.full / keys.shape[ring.slice.dim].max(1)).max(1)
 }
 
 fn types<'a>(graph: &'a Graph, values: &[ValueId]) -> Vec<&'a TensorType> {

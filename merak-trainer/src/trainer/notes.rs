@@ -5,7 +5,7 @@ use crate::{
     plan::{kept_bytes, kept_under},
 };
 use merak_partition::{ParamBytes, ParamSums};
-use merak_trace::{Units, backend::candle::Products};
+use merak_trace::{Overlap, Units, backend::candle::Products};
 use merak_zero::ZeroConfig;
 
 /// Warns of what the arguments ask for without a use, on the first rank.
@@ -32,14 +32,8 @@ pub(super) fn warn(args: &CheckedArguments) {
             "the adapter is trained beside weights that are drawn at random: \"model.hf_dir\" names a folder to start from"
         );
     }
-    if args.tp_overlapping_level != args.overlap() {
-        let reason = if args.tp == 1 {
-            "\"tp\" is 1, so that no sums pass between ranks"
-        } else if args.sequence_dim == 0 {
-            "\"sequence_dim\" is 0, and halves of a microbatch are of samples that come first"
-        } else {
-            "\"per_device_train_batch_size\" is 1, and a microbatch of one sample has no halves"
-        };
+    let asks = args.tp_overlapping_level > Overlap::None;
+    if let Some(reason) = args.without_overlap().filter(|_| asks) {
         tracing::warn!("\"tp_overlapping_level\" 0 is used: {reason}");
     }
     if args.offload_optimizer != args.offload() {

@@ -8,7 +8,7 @@ use crate::kernels::Threads;
 const ROWS: usize = 64;
 
 /// Joins the attentions of the same queries to two sets of keys, as of
-/// [FlashAttention-2](https://arxiv.org/abs/2307.08691), section 2.3.2:
+/// [FlashAttention-2](https://arxiv.org/abs/2307.08691), section 2.3.1:
 ///
 /// ```text
 /// lse = ln(exp(lse_a) + exp(lse_b))     out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b

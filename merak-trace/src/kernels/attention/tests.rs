@@ -3,6 +3,15 @@ use super::super::{MaskKey, Threads};
 use super::*;
 use crate::Runs;
 
+const DROPOUT: DropoutMask = DropoutMask {
+    key: MaskKey {
+        seed: 1,
+        step: 2,
+        node: 3,
+    },
+    p: 0.3,
+};
+
 fn shape(batch: usize, lens: (usize, usize), heads: (usize, usize), dim: usize) -> AttentionShape {
     AttentionShape {
         batch,
@@ -260,14 +269,7 @@ fn the_gradient_of_a_bias_is_summed_over_samples_and_leaves_the_others_as_they_a
         hidden[lens.1 - 1] = f64::NEG_INFINITY;
         let bias = noise::<f64>(6, heads.0 * lens.0 * lens.1);
         let place = AttentionDropout {
-            dropout: DropoutMask {
-                key: MaskKey {
-                    seed: 1,
-                    step: 2,
-                    node: 3,
-                },
-                p: 0.3,
-            },
+            dropout: DROPOUT,
             first_sample: 0,
             first_head: 0,
         };
@@ -305,14 +307,7 @@ fn the_gradient_of_a_bias_is_summed_over_samples_and_leaves_the_others_as_they_a
 fn dropout_draws_by_global_sample_and_head() {
     let all = shape(2, (70, 300), (4, 4), 4);
     let place = AttentionDropout {
-        dropout: DropoutMask {
-            key: MaskKey {
-                seed: 1,
-                step: 2,
-                node: 3,
-            },
-            p: 0.3,
-        },
+        dropout: DROPOUT,
         first_sample: 10,
         first_head: 0,
     };
@@ -502,14 +497,7 @@ fn slices_of_queries_meet_slices_of_keys_as_all_meet_all() {
         .collect();
     let documents = [documents.clone(), vec![0..210; 210]].concat();
     let dropout = AttentionDropout {
-        dropout: DropoutMask {
-            key: MaskKey {
-                seed: 1,
-                step: 2,
-                node: 3,
-            },
-            p: 0.3,
-        },
+        dropout: DROPOUT,
         first_sample: 4,
         first_head: 2,
     };
