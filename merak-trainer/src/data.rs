@@ -58,9 +58,11 @@ mod samples;
 mod source;
 mod spans;
 mod store;
+mod stream;
 mod tensor_files;
 mod tensors;
 mod text;
+mod text_stream;
 mod texts;
 mod token_file;
 mod tokenize;
@@ -90,6 +92,7 @@ pub use self::{
     source::{DataTokens, Datasets, Source},
     spans::{Corruption, SpanCounts, SpanDataset, SpanTokens},
     store::{TokenStore, Tokens},
+    stream::{SampleStream, Samples, StreamDataset},
     tensor_files::TensorFiles,
     tensors::TensorDataset,
     token_file::TokenFiles,

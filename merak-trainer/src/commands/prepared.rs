@@ -234,7 +234,7 @@ impl Prepared {
         let mut model = Loaded::of(&checked)?;
         let mut args = with_tokenizer(model.complete(checked)?)?;
         if purpose == Purpose::Predict {
-            args = unpacked(args)?;
+            args = one_by_one(args)?;
         }
         check_unused(config, &*model.model)?;
         let crates = environment::crate_sources(config.file());
@@ -258,7 +258,7 @@ impl Prepared {
             .into_iter()
             .flatten()
             .next()
-            .map_or(0, |data| data.len());
+            .map_or(0, |data| if data.is_stream() { 0 } else { data.len() });
         let fingerprint = DataFingerprint::of(&args.data, &crates, tokenizer.as_ref(), samples)?;
         let inputs = PlanInputs::read(Arc::clone(&model.model), &args)?;
         let plan = Plan::new(&inputs, &args)?;
@@ -404,16 +404,22 @@ impl Prepared {
         Ok((warmup >= total as u64 && warmup > 0).then_some((warmup, total)))
     }
 
-    /// The amounts of data to train and to evaluate on, and their unit.
-    fn amounts(&self) -> (usize, usize, &'static str) {
+    /// The amounts of data to train and to evaluate on, for people.
+    fn amounts(&self) -> String {
+        let described = |train, validation, what| {
+            format!("{train} training {what}, {validation} validation {what}")
+        };
         if let Some(corpus) = &self.corpus {
-            return (corpus.train.len(), corpus.validation.len(), "tokens");
+            return described(corpus.train.len(), corpus.validation.len(), "tokens");
         }
         let Datasets {
             train, validation, ..
         } = &self.datasets;
         let len = |data: &Option<Arc<dyn Dataset>>| data.as_ref().map_or(0, |data| data.len());
-        (len(train), len(validation), "samples")
+        match train {
+            Some(train) if train.is_stream() => format!("{} validation samples", len(validation)),
+            _ => described(len(train), len(validation), "samples"),
+        }
     }
 
     /// What a sample is, for people.
@@ -442,12 +448,7 @@ impl Prepared {
             "model     {}: {all} parameters{trained}, {} layers",
             plan.draft.info.family, plan.draft.info.num_layers
         );
-        let (train, validation, what) = self.amounts();
-        let _ = writeln!(
-            text,
-            "data      {} ({train} training {what}, {validation} validation {what})",
-            self.description
-        );
+        let _ = writeln!(text, "data      {} ({})", self.description, self.amounts());
         let _ = writeln!(
             text,
             "ranks     {} = dp {} x tp {} x pp {}{}, {} compute threads each",
@@ -663,10 +664,12 @@ fn with_tokenizer(args: CheckedArguments) -> Result<CheckedArguments> {
     args.check()
 }
 
-/// The arguments with a chat for each sample, so that its line of predictions is its own.
-fn unpacked(args: CheckedArguments) -> Result<CheckedArguments> {
+/// The arguments with a chat for each sample, so that its line of predictions is its own, and with
+/// all samples once.
+fn one_by_one(args: CheckedArguments) -> Result<CheckedArguments> {
     let mut args = args.into_arguments();
     args.data.packing = false;
+    args.data.streaming = false;
     args.check()
 }
 

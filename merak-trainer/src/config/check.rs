@@ -17,7 +17,7 @@ use super::{
         BackendChoice, CostSource, DataFormat, Device, EngineChoice, Offload, PartitionMethod,
         RecomputeMode, ReportTo,
     },
-    keys::{MerakArguments, VALIDATION_FRACTION, keys},
+    keys::{MerakArguments, SHUFFLE_BUFFER, VALIDATION_FRACTION, keys},
     range::Number,
     schedule::TrainSchedule,
     setting::Setting,
@@ -579,12 +579,47 @@ fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             (checker.place)("data.validation_path")
         ),
     )?;
+    check_stream(a, checker)?;
     let (masked, random) = (data.mask_replace_prob, data.random_replace_prob);
     checker.require(
         masked + random <= 1.0,
         "data.random_replace_prob",
         Number(random),
         format_args!("at least 0 and, with \"data.mask_replace_prob\" {masked}, at most 1"),
+    )
+}
+
+/// A stream has no known end, and is no mixture.
+fn check_stream(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let data = &a.data;
+    if !data.streaming {
+        return checker.require(
+            data.shuffle_buffer == SHUFFLE_BUFFER,
+            "data.shuffle_buffer",
+            data.shuffle_buffer,
+            "unset unless \"data.streaming\" is true: all other samples are shuffled as a whole",
+        );
+    }
+    let require =
+        |legal, expected: &dyn Display| checker.require(legal, "data.streaming", true, expected);
+    require(
+        data.format.is_text(),
+        &format_args!(
+            "false while \"data.format\" is \"{}\", whose files are read as they are needed anyway",
+            data.format
+        ),
+    )?;
+    require(
+        data.mixture.is_none(),
+        &"false while \"data.mixture\" is set",
+    )?;
+    require(
+        a.max_steps > 0 || !a.do_train,
+        &"false unless \"max_steps\" is set: nobody knows how many steps an epoch has",
+    )?;
+    require(
+        data.validation_path.is_some() || !(a.do_eval || a.do_predict),
+        &"false unless \"data.validation_path\" is set, or \"do_eval\" and \"do_predict\" are false: a stream has no end to validate on",
     )
 }
 

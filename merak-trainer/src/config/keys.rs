@@ -450,6 +450,13 @@ settings! {
         /// Whether a sequence holds several documents that do not see each other: those of a stream
         /// of tokens, or as many chats as fit. Positions count from the start of each.
         packing: bool = false,
+        /// Whether training reads text and records in their order while it goes on, instead of all
+        /// of them before it begins: for data that do not fit in memory and are not tokenized. A
+        /// run needs `max_steps`, and `validation_path` where it evaluates.
+        streaming: bool = false,
+        /// Samples of a stream among which the next one is drawn; 1 keeps their order. Read under
+        /// `streaming` alone.
+        shuffle_buffer: usize [at_least 1] = SHUFFLE_BUFFER,
         /// Share of the tokens or samples, at the end of each part, that validation takes where
         /// `validation_path` is unset.
         validation_fraction: f64 [at_least 0, less_than 1] = VALIDATION_FRACTION,
@@ -541,6 +548,9 @@ settings! {
 
 /// Share of the data that is for validation where nothing else is said.
 pub(super) const VALIDATION_FRACTION: f64 = 0.05;
+
+/// Samples of a stream among which the next one is drawn where nothing else is said.
+pub(super) const SHUFFLE_BUFFER: usize = 1000;
 
 /// Steps between checkpoints where `save_steps` is not set.
 const SAVE_STEPS: usize = 500;

@@ -2,23 +2,28 @@
 
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
+use merak_ckpt::words::Bytes;
 use merak_trace::models::{Objective, Visible};
 
 use super::{
-    chat::{self, ChatTemplate},
-    corpus::{self, Corpus},
+    chat::ChatTemplate,
+    corpus::{self, CRATES, Corpus},
     dataset::{Dataset, Subset},
     images::{ImageDataset, ImageFiles},
     input::Input,
     inputs::ATTENTION_MASK,
+    loader::AHEAD,
     packed::DOCUMENT_IDS,
-    records::{self, Records},
+    records::{self, RecordKind, Records},
     samples::{Maker, PAIR_BYTES, TEXT_BYTES},
     source::{Datasets, Reader, count},
     store::Tokens,
+    stream::StreamDataset,
     tensor_files::TensorFiles,
     tensors::TensorDataset,
     text::Need,
+    text_stream::{StreamFiles, TextStream},
+    texts::Texts,
     token_file::TokenFiles,
     tokenizer::Tokenizer,
 };
@@ -44,12 +49,16 @@ enum Kind {
     Chats(Records, Tokenizer, Option<Box<ChatTemplate>>),
     Tensors(TensorFiles),
     Images(ImageFiles),
+    Streamed(StreamFiles),
 }
 
 impl Reader<'_> {
     /// Reads what an input names; without one, the sources of the crates.
     pub(super) fn read(&self, input: Option<Input<'_>>, fraction: f64) -> Result<Content> {
         let format = self.arguments.format;
+        if self.arguments.streaming && !input.is_some_and(|input| input.validates()) {
+            return self.open_stream(input);
+        }
         let Some(input) = input else {
             if format != DataFormat::Text {
                 return Err(Error::Config(ConfigError::MissingKey {
@@ -103,28 +112,26 @@ impl Reader<'_> {
         let described = count(records.len(), "record");
         let description = format!("{}: {files}, {described}", input.describe());
         let first = records.iter().next().transpose()?;
-        if self.objective == Objective::CausalLm && first.as_ref().is_some_and(chat::is_chat) {
-            let template = ChatTemplate::load(arguments)?;
-            return Ok(Content {
-                kind: Kind::Chats(records, tokenizer, template.map(Box::new)),
-                description,
-                validation_fraction: fraction,
-            });
-        }
-        let is_stream = match self.objective {
-            Objective::SequenceToSequence => {
-                first.is_some_and(|first| !first.has("source") && first.has("text"))
+        let kind = match RecordKind::of(first.as_ref(), self.objective) {
+            RecordKind::Text => {
+                let corpus = self.corpus_of(&records, fraction, description)?;
+                return Ok(Content::of_stream(corpus, fraction));
             }
-            Objective::SequenceClassification => false,
-            _ => true,
+            RecordKind::Samples => Kind::Records(records, tokenizer),
+            RecordKind::Chats => {
+                let template = ChatTemplate::load(arguments)?;
+                Kind::Chats(records, tokenizer, template.map(Box::new))
+            }
         };
-        if !is_stream {
-            return Ok(Content {
-                kind: Kind::Records(records, tokenizer),
-                description,
-                validation_fraction: fraction,
-            });
-        }
+        Ok(Content {
+            kind,
+            description,
+            validation_fraction: fraction,
+        })
+    }
+
+    /// The stream of the texts of records.
+    fn corpus_of(&self, records: &Records, fraction: f64, description: String) -> Result<Corpus> {
         let needs = match self.objective {
             Objective::CausalLm => "need \"text\", \"messages\", or \"prompt\" and \"completion\"",
             _ => "need \"text\"",
@@ -133,8 +140,37 @@ impl Reader<'_> {
             let record = record?;
             record.text("text", needs).map(str::to_owned)
         });
-        let corpus = Corpus::of(tokenizer, texts, fraction, description)?;
-        Ok(Content::of_stream(corpus, fraction))
+        Corpus::of(self.text_tokenizer(), texts, fraction, description)
+    }
+
+    /// Lists what a stream reads while the run goes on.
+    fn open_stream(&self, input: Option<Input<'_>>) -> Result<Content> {
+        let (arguments, tokenizer) = (self.arguments, self.text_tokenizer());
+        let texts = Texts::of(arguments, self.crates, tokenizer.text_kind())?;
+        let first = match arguments.format {
+            DataFormat::Text => None,
+            _ => texts.first_record()?,
+        };
+        let kind = match arguments.format {
+            DataFormat::Text => RecordKind::Text,
+            _ => RecordKind::of(first.as_ref(), self.objective),
+        };
+        let template = match kind {
+            RecordKind::Chats => ChatTemplate::load(arguments)?,
+            _ => None,
+        };
+        let named = input.map_or_else(|| CRATES.to_owned(), |input| input.describe());
+        let files = count(texts.num_files(), "file");
+        Ok(Content {
+            description: format!("{named}: {files}, {} as a stream", Bytes(texts.bytes())),
+            kind: Kind::Streamed(StreamFiles {
+                texts,
+                kind,
+                template: template.map(Box::new),
+                tokenizer,
+            }),
+            validation_fraction: 0.0,
+        })
     }
 }
 
@@ -192,7 +228,11 @@ impl Content {
 
     /// Whether samples are cut from a stream of tokens.
     pub(super) fn is_stream(&self) -> bool {
-        matches!(self.kind, Kind::Stream(_))
+        match &self.kind {
+            Kind::Stream(_) => true,
+            Kind::Streamed(files) => files.kind == RecordKind::Text,
+            _ => false,
+        }
     }
 
     /// The length of a sequence that files give.
@@ -248,6 +288,14 @@ impl Content {
                 };
                 return Ok((datasets, Some(corpus)));
             }
+            Kind::Streamed(files) => {
+                let data = streamed(files, maker);
+                let datasets = Datasets {
+                    train: trains.then_some(data),
+                    ..Datasets::default()
+                };
+                return Ok((datasets, None));
+            }
             Kind::Records(records, tokenizer) => {
                 let (whole, held_bytes) = maker.records(&records, &tokenizer)?;
                 (split(whole), held_bytes)
@@ -276,6 +324,19 @@ impl Content {
         };
         Ok((datasets, None))
     }
+}
+
+/// The samples of a stream, some of which wait for slower ranks: those that loaders read ahead, and
+/// two steps.
+fn streamed(files: StreamFiles, maker: &Maker<'_>) -> Arc<dyn Dataset> {
+    let args = maker.args;
+    let microbatch = args.per_device_train_batch_size * args.dp;
+    let ahead = (AHEAD + 2) * args.dataloader_num_workers * microbatch;
+    let stream = TextStream::new(files, maker);
+    let data = StreamDataset::new(Arc::new(stream))
+        .shuffled(args.data.shuffle_buffer, args.data_seed())
+        .with_window(2 * args.global_batch() + ahead);
+    Arc::new(data)
 }
 
 /// The memory of records: their text, and what is made of it meanwhile, a stream or samples.

@@ -27,6 +27,9 @@ pub struct Corpus {
     pub description: String,
 }
 
+/// Where text comes from that no key names, for people.
+pub(super) const CRATES: &str = "the sources of the crates in Cargo.lock";
+
 /// The most tokens of a stream in files that are read to count pairs of them.
 const MOST_COUNTED: usize = 16 << 20;
 
@@ -144,10 +147,7 @@ pub(super) fn read(
             let most = arguments.max_bytes.filter(|_| !input.validates());
             (text::read(input, most, reading, room)?, input.describe())
         }
-        None => (
-            crates.read(arguments.max_bytes, kind)?,
-            "the sources of the crates in Cargo.lock".into(),
-        ),
+        None => (crates.read(arguments.max_bytes, kind)?, CRATES.to_owned()),
     };
     let bytes: usize = found
         .documents

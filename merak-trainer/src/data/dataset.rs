@@ -151,8 +151,14 @@ pub type Names = BTreeSet<String>;
 /// Samples by index. Ranks that need the same sample call this with the same index and get the same
 /// tensors.
 pub trait Dataset: Send + Sync + fmt::Debug {
-    /// Number of samples.
+    /// Number of samples; `usize::MAX` where nobody knows it.
     fn len(&self) -> usize;
+
+    /// Whether nobody knows the number of samples: training then takes them in their order, one
+    /// pass without an end.
+    fn is_stream(&self) -> bool {
+        false
+    }
 
     /// Whether there is none.
     fn is_empty(&self) -> bool {

@@ -19,7 +19,7 @@ use crate::error::{DataError, Error, Result, no_thread};
 pub type Requests = Arc<dyn Fn(usize) -> Option<Microbatch> + Send + Sync>;
 
 /// Batches each worker keeps ready.
-const AHEAD: usize = 2;
+pub(super) const AHEAD: usize = 2;
 
 /// Delivers the batches of a list of microbatches in its order, for any number of workers: worker w
 /// of W reads the microbatches w, w + W, w + 2W, ..

@@ -1,6 +1,6 @@
 //! Which sample goes where in training.
 
-use super::permutation::Permutation;
+use super::{dataset::Dataset, permutation::Permutation};
 use crate::error::{DataError, Error, Result};
 
 /// How a global batch is cut: `batch` samples x `microbatches` x `dp` replicas.
@@ -91,6 +91,7 @@ pub struct DataPosition {
 #[derive(Debug, Clone)]
 pub struct TrainingOrder {
     samples: usize,
+    is_stream: bool,
     shape: BatchShape,
     seed: u64,
     /// Where the run was resumed: at this step, and at this global batch counted over epochs.
@@ -110,10 +111,24 @@ impl TrainingOrder {
         }
         Ok(Self {
             samples,
+            is_stream: false,
             shape,
             seed,
             start_step: 0,
             start_batch: 0,
+        })
+    }
+
+    /// The order over a data set, starting at step 0. A stream is taken in its order, as one epoch
+    /// that does not end.
+    ///
+    /// # Errors
+    ///
+    /// As [`TrainingOrder::new`].
+    pub fn of(data: &dyn Dataset, shape: BatchShape, seed: u64) -> Result<Self> {
+        Ok(Self {
+            is_stream: data.is_stream(),
+            ..Self::new(data.len(), shape, seed)?
         })
     }
 
@@ -126,7 +141,9 @@ impl TrainingOrder {
             .div_ceil(global_batch)
             .min(self.steps_per_epoch());
         self.start_step = step;
-        self.start_batch = position.epoch * self.steps_per_epoch() + batch;
+        // A stream has no end, so an epoch before it was one of other data.
+        let epoch = if self.is_stream { 0 } else { position.epoch };
+        self.start_batch = epoch * self.steps_per_epoch() + batch;
         (batch * global_batch).saturating_sub(position.samples)
     }
 
@@ -167,7 +184,7 @@ impl TrainingOrder {
         }
     }
 
-    /// Epochs that a run of `steps` steps has seen, with a fraction.
+    /// Epochs that a run of `steps` steps has seen, with a fraction; 0 of a stream.
     pub fn epochs_after(&self, steps: usize) -> f64 {
         let (epoch, batch) = self.locate(steps);
         epoch as f64 + batch as f64 / self.steps_per_epoch() as f64
@@ -185,10 +202,13 @@ impl TrainingOrder {
             batch: rows, dp, ..
         } = self.shape;
         let first_position = batch * self.shape.global_batch() + (microbatch * dp + dp_rank) * rows;
-        let order = Permutation::new(self.samples, self.seed, epoch as u64);
-        let indices = (first_position..first_position + rows)
-            .filter_map(|place| order.get(place))
-            .collect();
+        let positions = first_position..first_position + rows;
+        let indices = if self.is_stream {
+            positions.collect()
+        } else {
+            let order = Permutation::new(self.samples, self.seed, epoch as u64);
+            positions.filter_map(|place| order.get(place)).collect()
+        };
         Microbatch {
             first_position,
             indices,

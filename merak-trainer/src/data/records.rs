@@ -7,9 +7,11 @@ use std::{
     sync::Arc,
 };
 
+use merak_trace::models::Objective;
 use serde_json::{Map, Value};
 
 use super::{
+    chat,
     input::Input,
     parquet,
     plain::{BYTE_ORDER_MARK, TextKind},
@@ -21,12 +23,40 @@ use crate::{
 };
 
 /// Records as text, of which each is parsed where it is used: parsed ones take several times the
-/// memory.
+/// memory. Of a stream, a few that are parsed.
 #[derive(Debug)]
 pub(crate) struct Records {
     documents: Vec<Document>,
     format: DataFormat,
+    parsed: Vec<Record>,
     len: usize,
+}
+
+/// What records are to a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RecordKind {
+    /// Documents of a stream of tokens.
+    Text,
+    /// Samples.
+    Samples,
+    /// Chats.
+    Chats,
+}
+
+impl RecordKind {
+    /// The kind that the first record shows.
+    pub(crate) fn of(first: Option<&Record>, objective: Objective) -> Self {
+        match objective {
+            Objective::CausalLm if first.is_some_and(chat::is_chat) => Self::Chats,
+            Objective::SequenceToSequence
+                if first.is_none_or(|first| first.has("source") || !first.has("text")) =>
+            {
+                Self::Samples
+            }
+            Objective::SequenceClassification => Self::Samples,
+            _ => Self::Text,
+        }
+    }
 }
 
 /// One record: its fields, and where it stands.
@@ -72,6 +102,7 @@ pub(crate) fn read(
     let mut records = Records {
         documents: found.documents,
         format,
+        parsed: Vec::new(),
         len: 0,
     };
     let mut len = 0;
@@ -108,7 +139,17 @@ fn list_parquet(input: Input<'_>, (need, available): (Need, u64)) -> Result<Docu
 pub(crate) type Parsed<'a> = Box<dyn Iterator<Item = Result<Record>> + Send + 'a>;
 
 impl Records {
-    /// How many there are, which is at least one.
+    /// Those that are parsed.
+    pub(crate) fn parsed(parsed: Vec<Record>) -> Self {
+        Self {
+            documents: Vec::new(),
+            format: DataFormat::Jsonl,
+            len: parsed.len(),
+            parsed,
+        }
+    }
+
+    /// How many there are.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -116,10 +157,11 @@ impl Records {
     /// Parses one record after the other, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Result<Record>> {
         let documents = self.documents.iter();
-        documents.flat_map(|Document { path, text }| match self.format {
+        let of_files = documents.flat_map(|Document { path, text }| match self.format {
             DataFormat::Parquet => parquet::rows(path),
             format => parse(path, text.as_slice(), format),
-        })
+        });
+        self.parsed.iter().cloned().map(Ok).chain(of_files)
     }
 }
 

@@ -1,6 +1,9 @@
 //! Samples of text, as a model learns from them.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use merak_trace::models::Objective;
 
@@ -83,14 +86,14 @@ impl Cuts {
     }
 
     /// Warns where sequences were cut.
-    fn tell(self, field: &str) {
+    fn tell(self, field: &'static str, told: &Told) {
         let Self {
             cut,
             of,
             longest,
             limit,
         } = self;
-        if cut > 0 {
+        if cut > 0 && told.is_first(field) {
             tracing::warn!(
                 field,
                 cut,
@@ -103,6 +106,17 @@ impl Cuts {
     }
 }
 
+/// What was told of the records: a stream of parts tells it of the first part that has it.
+#[derive(Debug, Default)]
+pub(super) struct Told(Mutex<BTreeSet<&'static str>>);
+
+impl Told {
+    fn is_first(&self, what: &'static str) -> bool {
+        let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        told.insert(what)
+    }
+}
+
 /// Makes samples of text for one model.
 pub(super) struct Maker<'a> {
     pub(super) model: &'a ModelInputs,
@@ -110,6 +124,7 @@ pub(super) struct Maker<'a> {
     pub(super) tokens: &'a DataTokens,
     /// The folders of all data that name classes.
     pub(super) classes: BTreeSet<String>,
+    pub(super) told: Arc<Told>,
 }
 
 impl Maker<'_> {
@@ -195,10 +210,10 @@ impl Maker<'_> {
             chat.is_answer.shrink_to_fit();
             chats.push(chat);
         }
-        Cuts::of(inputs.into_iter(), seq).tell("chats");
+        Cuts::of(inputs.into_iter(), seq).tell("chats", &self.told);
         let has_answer = |chat: &&AnsweredTokens| chat.is_answer.iter().skip(1).any(|&is| is);
         let without = chats.len() - chats.iter().filter(has_answer).count();
-        if without > 0 {
+        if without > 0 && self.told.is_first("answers") {
             let (of, seq_length) = (chats.len(), seq);
             tracing::warn!(
                 without,
@@ -226,7 +241,7 @@ impl Maker<'_> {
         let tokens: usize = tokens.sum();
         let data = ChatDataset::packed(chats, seq, pad);
         let sequences = data.len();
-        if sequences > 0 {
+        if sequences > 0 && self.told.is_first(part) {
             let percent = 100 * tokens / (sequences * seq);
             tracing::info!(part, chats = number, sequences, percent, "packed the chats");
         }
@@ -252,7 +267,7 @@ impl Maker<'_> {
             let encoded = tokenizer.encode_with_special(&[text], seq)?;
             texts.extend(encoded.into_iter().map(|text| LabelledText { text, label }));
         }
-        Cuts::of(texts.iter().map(|text| text.text.uncut), seq).tell("text");
+        Cuts::of(texts.iter().map(|text| text.text.uncut), seq).tell("text", &self.told);
         let held = texts
             .iter()
             .map(|LabelledText { text, .. }| {
@@ -283,7 +298,7 @@ impl Maker<'_> {
         }
         for (part, (field, limit)) in limits.into_iter().enumerate() {
             let lengths = uncut.iter().skip(part).step_by(2);
-            Cuts::of(lengths.copied(), limit).tell(field);
+            Cuts::of(lengths.copied(), limit).tell(field, &self.told);
         }
         let held = pairs
             .iter()

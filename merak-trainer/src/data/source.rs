@@ -232,6 +232,7 @@ impl Source {
             args,
             tokens,
             classes: contents.flat_map(Content::classes).collect(),
+            told: Arc::default(),
         };
         let wants_validation = !trains || args.do_eval;
         let has_own = self.validation.is_some();

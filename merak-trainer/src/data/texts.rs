@@ -148,6 +148,13 @@ impl Texts {
         Ok(Ok(()))
     }
 
+    /// The first record of all files.
+    pub(super) fn first_record(&self) -> Result<Option<Record>> {
+        let count = Arc::default();
+        let mut records = (0..self.files.len()).flat_map(|file| self.records_of(file, &count));
+        records.next().transpose()
+    }
+
     /// How many files there are.
     pub(super) fn num_files(&self) -> usize {
         self.files.len()
@@ -164,27 +171,33 @@ impl Texts {
         fields: Fields,
         count: &'a Arc<AtomicU64>,
     ) -> impl Iterator<Item = Result<TextPart>> + Send + 'a {
-        self.files
-            .iter()
-            .flat_map(move |(file, most)| self.open(file, *most, fields, count))
+        (0..self.files.len()).flat_map(move |file| self.pieces_of(file, fields, count))
     }
 
-    fn open(&self, file: &Candidate, most: u64, fields: Fields, count: &Arc<AtomicU64>) -> Pieces {
-        let of_records = |records: Parsed<'static>| {
-            Box::new(records.map(move |record| piece_of(&record?, fields))) as Pieces
-        };
-        let opened = match self.format {
-            DataFormat::Text => FileParts::open(file, self.kind, most, count)
-                .map(|pieces| Box::new(pieces) as Pieces),
-            DataFormat::Parquet => {
-                count.fetch_add(most, Ordering::Relaxed);
-                Ok(of_records(parquet::rows(&file.path)))
-            }
-            format => Counted::open(file, most, count).map(|content| {
-                of_records(records::parse(&file.path, BufReader::new(content), format))
-            }),
-        };
-        opened.unwrap_or_else(|error| Box::new([Err(error)].into_iter()))
+    /// The pieces of the file of this number.
+    pub(super) fn pieces_of(&self, file: usize, fields: Fields, count: &Arc<AtomicU64>) -> Pieces {
+        if self.format != DataFormat::Text {
+            let records = self.records_of(file, count);
+            return Box::new(records.map(move |record| piece_of(&record?, fields)));
+        }
+        let (file, most) = &self.files[file];
+        match FileParts::open(file, self.kind, *most, count) {
+            Ok(pieces) => Box::new(pieces),
+            Err(error) => Box::new([Err(error)].into_iter()),
+        }
+    }
+
+    /// The records of the file of this number, of a format that has some.
+    pub(super) fn records_of(&self, file: usize, count: &Arc<AtomicU64>) -> Parsed<'static> {
+        let (file, most) = &self.files[file];
+        if self.format == DataFormat::Parquet {
+            count.fetch_add(*most, Ordering::Relaxed);
+            return parquet::rows(&file.path);
+        }
+        match Counted::open(file, *most, count) {
+            Ok(content) => records::parse(&file.path, BufReader::new(content), self.format),
+            Err(error) => Box::new([Err(error)].into_iter()),
+        }
     }
 }
 

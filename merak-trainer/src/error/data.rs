@@ -441,6 +441,9 @@ pub enum DataError {
         /// Classes of the model.
         classes: usize,
     },
+    /// A stream of samples without a sample.
+    #[error("the stream of samples ends before its first one")]
+    EmptyStream,
     /// A prefetch thread that ended before its samples were read.
     #[error("a data thread ended before it delivered its samples")]
     DataThread,

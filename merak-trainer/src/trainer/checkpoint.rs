@@ -561,7 +561,7 @@ impl MerakTrainer {
         } else {
             state.data_seed
         };
-        let mut order = TrainingOrder::new(data.len(), batch_shape(&self.args), data_seed)?;
+        let mut order = TrainingOrder::of(&**data, batch_shape(&self.args), data_seed)?;
         let mut position = state.position;
         if self.args.ignore_data_skip {
             position.samples = 0;

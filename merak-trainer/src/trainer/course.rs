@@ -7,6 +7,7 @@ use crate::{
     error::{ConfigError, DataError, Error, Result},
 };
 use merak_zero::LrSchedule;
+use std::sync::Arc;
 
 /// What the data decide about a run.
 #[derive(Debug)]
@@ -29,12 +30,25 @@ impl Course {
         let order = parts
             .train_data
             .as_ref()
-            .map(|data| TrainingOrder::new(data.len(), shape, args.data_seed()))
+            .map(|data| TrainingOrder::of(&**data, shape, args.data_seed()))
             .transpose()?;
+        let is_endless = |data: &Arc<dyn Dataset>| data.is_stream();
+        if args.max_steps <= 0 && parts.train_data.as_ref().is_some_and(is_endless) {
+            return Err(Error::Config(ConfigError::MissingKey {
+                key: "max_steps",
+                advice: "nobody knows how many steps a stream has".to_owned(),
+            }));
+        }
         let total_steps = order
             .as_ref()
             .map_or(1, |order| args.total_steps(order.steps_per_epoch()));
         match &parts.eval_data {
+            Some(data) if is_endless(data) && args.eval_iters.is_none() => {
+                return Err(Error::Config(ConfigError::MissingKey {
+                    key: "eval_iters",
+                    advice: "nobody knows how many samples a stream has".to_owned(),
+                }));
+            }
             Some(data) => {
                 evaluation::order(args, data.len())?;
             }
@@ -54,13 +68,21 @@ impl Course {
     }
 }
 
+/// Samples of a stream among which one has a label.
+const LABELLED: usize = 1024;
+
 /// Refuses data of which nothing can be learned: no sample has a label.
 ///
 /// # Errors
 /// [`DataError::NoLabels`], or when a sample cannot be read.
 pub(super) fn check_labels(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
     if let Some(data) = &parts.train_data {
-        check_part(args, "training", &**data, data.len())?;
+        let samples = data.len().min(if data.is_stream() {
+            LABELLED
+        } else {
+            usize::MAX
+        });
+        check_part(args, "training", &**data, samples)?;
     }
     if let Some(data) = &parts.eval_data {
         let samples = evaluation::order(args, data.len())?.samples();

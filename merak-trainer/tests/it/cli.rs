@@ -23,6 +23,7 @@ mod settings; // every setting counts
 mod sizes; // sizes that no machine can hold
 #[cfg(target_os = "linux")]
 mod soak; // processes killed again and again
+mod streams; // text that is read while a run goes on
 #[path = "../../../merak-ckpt/tests/it/terminal.rs"]
 mod terminal; // what a command writes to a terminal
 mod tokens; // token files

@@ -3,13 +3,15 @@
 use std::{fs, path::Path, sync::Arc};
 
 use insta::assert_snapshot;
+use merak_trace::models;
 use merak_trainer::{
-    DataArguments, Error, TokenizerSource,
+    DataArguments, DataFormat, Error, MerakArguments, SeqLength, TokenizerSource,
     data::{
-        BatchShape, Corpus, CrateSources, DataPosition, Dataset, EvaluationOrder, Loader, Sample,
-        TokenDataset, Tokenizer, TrainingOrder,
+        BatchShape, Corpus, CrateSources, DataPosition, DataTokens, Dataset, EvaluationOrder,
+        Loader, ModelInputs, Sample, Source, TokenDataset, Tokenizer, TrainingOrder,
     },
 };
+use serde_json::json;
 use tempfile::{TempDir, tempdir};
 
 fn folder_with(files: &[(&str, &str)]) -> TempDir {
@@ -330,4 +332,69 @@ fn files_that_are_no_text_are_refused_by_name_and_offset_or_passed_over_and_coun
     fs::remove_file(folder.path().join("a.txt")).unwrap();
     arguments.skip_binary = true;
     assert_snapshot!(message(load(&arguments), folder.path()), @r#"no text in FOLDER: "data.path" needs a file or folder with text, and all 2 files were passed over as no text"#);
+}
+
+/// Samples of data for a model: those of a run on all of them, or on a stream.
+fn samples_of(model: &serde_json::Value, data: &DataArguments, packing: bool) -> Arc<dyn Dataset> {
+    let model = models::from_config(model).expect("a known family");
+    let mut arguments = MerakArguments::default();
+    arguments.data = data.clone();
+    arguments.data.packing = packing;
+    arguments.seq_length = Some(SeqLength::from(8));
+    arguments.do_eval = false;
+    arguments.max_steps = 1;
+    let args = arguments.check().expect("legal arguments");
+    let source =
+        Source::load(&args.data, &*model, &CrateSources::default()).expect("readable data");
+    let lengths = source.lengths(&args, &*model).expect("one length");
+    let inputs = ModelInputs::of(&*model, lengths).expect("short sequences");
+    let tokens = DataTokens::default();
+    let (datasets, _) = source
+        .datasets(&inputs, &args, &tokens, true)
+        .expect("enough data");
+    datasets.train.expect("samples to train on")
+}
+
+#[test]
+fn a_stream_has_the_samples_of_its_files_in_their_order() {
+    let words = |i: usize| format!("{} words about {}", i * i, i % 7);
+    let text: String = (0..400).map(|i| words(i) + "\n").collect();
+    let lines = |record: &dyn Fn(usize) -> serde_json::Value| -> String {
+        (0..200).map(|i| record(i).to_string() + "\n").collect()
+    };
+    let texts = lines(&|i| json!({ "text": words(i) }));
+    let chats =
+        lines(&|i| json!({ "prompt": format!("{i}"), "completion": format!(" {}", i % 3) }));
+    let classes = lines(&|i| json!({ "text": words(i), "label": i % 2 }));
+    let folder = folder_with(&[
+        ("text/a", &text),
+        ("text/b", &text[500..4000]),
+        ("texts.jsonl", &texts),
+        ("chats.jsonl", &chats),
+        ("classes.jsonl", &classes),
+    ]);
+    let gpt = json!({ "model_type": "gpt2", "vocab_size": 258, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1 });
+    let bert = json!({ "model_type": "bert", "architectures": ["BertForSequenceClassification"], "vocab_size": 258,
+        "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
+        "max_position_embeddings": 8, "num_labels": 2 });
+    for (model, name, format, packing) in [
+        (&gpt, "text", DataFormat::Text, false),
+        (&gpt, "text", DataFormat::Text, true),
+        (&gpt, "texts.jsonl", DataFormat::Jsonl, false),
+        (&gpt, "chats.jsonl", DataFormat::Jsonl, false),
+        (&bert, "classes.jsonl", DataFormat::Jsonl, false),
+    ] {
+        let mut data = arguments(&folder.path().join(name));
+        data.format = format;
+        let whole = samples_of(model, &data, packing);
+        data.streaming = true;
+        data.shuffle_buffer = 1;
+        let stream = samples_of(model, &data, packing);
+        assert!(stream.is_stream() && !whole.is_stream());
+        assert!(whole.len() > 100, "{name}: {}", whole.len());
+        for index in 0..2 * whole.len() {
+            let (found, expected) = (stream.get(index), whole.get(index % whole.len()));
+            assert_eq!(found.unwrap(), expected.unwrap(), "{name}, sample {index}");
+        }
+    }
 }
