@@ -22,6 +22,7 @@ pub(super) const FAMILY: Family = Family {
     split_layers: SPLIT_LAYERS,
     split_points: &["bert.encoder.layer.{i}"],
     adapter_targets: &["query", "value"],
+    classifier: &["bert.pooler", "classifier"],
     ..Family::traced(&["bert"], USUAL_SIZES, |f| {
         Ok(Box::new(Bert::from_fields(f)?))
     })

@@ -30,6 +30,8 @@ pub struct Family {
     pub adapter_targets: &'static [&'static str],
     /// Modules that can have no adapter in PEFT.
     pub without_adapter: &'static [&'static str],
+    /// Modules of a classifier, which weights that learned another task lack.
+    pub classifier: &'static [&'static str],
     /// How its models are made, where they can be traced here.
     pub(super) source: Option<Source>,
 }
@@ -114,6 +116,7 @@ impl Family {
             split_points: &[],
             adapter_targets: &[],
             without_adapter: &[],
+            classifier: &[],
             source: None,
         }
     }

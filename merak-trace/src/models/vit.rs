@@ -19,6 +19,7 @@ pub(super) const FAMILY: Family = Family {
     split_layers: SPLIT_LAYERS,
     split_points: &["vit.encoder.layer.{i}", "vit.layernorm"],
     adapter_targets: &["query", "value"],
+    classifier: &["classifier"],
     ..Family::traced(&["vit"], USUAL_SIZES, |f| {
         Ok(Box::new(Vit::from_fields(f)?))
     })

@@ -335,7 +335,6 @@ fn weights_folder(args: &CheckedArguments) -> Option<&Path> {
 /// The file that describes the model, and the key that names it.
 fn config_file(args: &CheckedArguments) -> Result<(&'static str, PathBuf)> {
     match (&args.model.config, &args.model.hf_dir) {
-        // At most one of them is set.
         (Some(file), _) => Ok((CONFIG, file.0.clone())),
         (None, Some(folder)) => Ok(("model.hf_dir", folder.0.join("config.json"))),
         (None, None) => Err(Error::Config(ConfigError::MissingKey {

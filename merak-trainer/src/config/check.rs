@@ -173,13 +173,11 @@ fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "empty",
         "the name of a folder",
     )?;
-    let config = a.model.config.as_ref().map(|config| file(&config.0));
-    let place = (checker.place)("model.hf_dir");
     checker.require(
-        config.is_none() || a.model.hf_dir.is_none(),
-        "model.config",
-        config.unwrap_or_default(),
-        format_args!("unset while \"model.hf_dir\" ({place}) is set, whose folder has a config.json of its own"),
+        !a.model.ignore_mismatched_sizes || a.model.hf_dir.is_some(),
+        "model.ignore_mismatched_sizes",
+        true,
+        "false unless \"model.hf_dir\" is set",
     )?;
     checker.require(
         !a.do_eval || a.data.validation_fraction > 0.0 || a.data.validation_path.is_some(),

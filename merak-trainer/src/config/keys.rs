@@ -420,11 +420,16 @@ settings! {
 settings! {
     /// Section `[model]`.
     ModelArguments under "model." {
-        /// A Hugging Face config.json, which names the family and the sizes.
+        /// A Hugging Face config.json, which names the family and the sizes; unset: that of
+        /// `hf_dir`.
         config: Option<InputPath> = None,
-        /// A Hugging Face folder: its config.json, its weights to start from, its tokenizer where
-        /// none is set.
+        /// A Hugging Face folder: its weights to start from, its config.json where `config` is
+        /// unset, its tokenizer where none is set. A classifier that its weights lack starts at
+        /// random.
         hf_dir: Option<InputPath> = None,
+        /// Whether a classifier of another size than that of the weights in `hf_dir` starts at
+        /// random.
+        ignore_mismatched_sizes: bool = false,
     }
 }
 

@@ -577,16 +577,16 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// Reads this rank's parameters; `None` for those of an adapter that starts on this checkpoint.
+    /// Reads this rank's parameters; `None` for those that start anew beside this checkpoint.
     pub(super) fn read_weights(
         &self,
         checkpoint: &Checkpoint,
         is_release: bool,
     ) -> Result<Vec<Option<Vec<u8>>>> {
         let manifest = checkpoint.manifest();
-        let starts_adapter = resume::lacks_adapter(manifest);
+        let fresh = resume::Fresh::of(checkpoint, &self.stages.plan, &self.args, is_release);
         let read = |(index, param): (usize, &Param)| {
-            if starts_adapter && param.beside.is_some() {
+            if fresh.has(param) {
                 return Ok(None);
             }
             let place = self.layout(param)?;

@@ -16,7 +16,7 @@ use merak_ckpt::{
     Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, TensorEntry, format::CHECKPOINTS,
 };
 use merak_mpu::names::nearest;
-use merak_trace::Param;
+use merak_trace::{Param, models};
 use merak_zero::OptimizerKind;
 use serde_json::Value;
 use std::{
@@ -215,7 +215,7 @@ pub(super) fn check(
         })
     })?;
     check_adapter(checkpoint, plan, state.is_none(), args.finetune)?;
-    check_model(checkpoint, plan, state.is_none(), args.finetune)?;
+    check_model(checkpoint, plan, state.is_none(), args)?;
     if let Some(state) = state.as_ref().filter(|_| !args.finetune) {
         if !args.no_load_rng && !state.has_rng {
             return Err(Error::Resume(ResumeError::MissingPart {
@@ -326,12 +326,12 @@ const MEANING: [&str; 5] = [
 ];
 
 /// Compares the checkpoint's parameters with the whole model's; floats may have any size. A release
-/// may have more parameters. An adapter starts on a release or another base without an adapter.
+/// may have more parameters.
 fn check_model(
     checkpoint: &Checkpoint,
     plan: &Plan,
     is_release: bool,
-    is_base: bool,
+    args: &CheckedArguments,
 ) -> Result<()> {
     let other = |difference: String| {
         Error::Resume(ResumeError::OtherModel {
@@ -342,9 +342,9 @@ fn check_model(
     let manifest = checkpoint.manifest();
     let params = plan.graph.params();
     let mut known = Vec::with_capacity(params.len());
-    let starts_adapter = (is_release || is_base) && lacks_adapter(manifest);
+    let fresh = Fresh::of(checkpoint, plan, args, is_release);
     for param in params {
-        if starts_adapter && param.beside.is_some() {
+        if fresh.has(param) {
             continue;
         }
         let name = stored_name(manifest, &param.name, is_release);
@@ -353,7 +353,12 @@ fn check_model(
         };
         if entry.shape != param.full.shape {
             let found = format!("{} has shape {:?} there", param.name, entry.shape);
-            let expected = format!("{:?} in the model", param.full.shape);
+            let advice = if fresh.may_resize(param) {
+                "; \"model.ignore_mismatched_sizes\" starts it at random"
+            } else {
+                ""
+            };
+            let expected = format!("{:?} in the model{advice}", param.full.shape);
             return Err(other(format!("{found}, but {expected}")));
         }
         if !entry.dtype.is_float() {
@@ -375,6 +380,61 @@ fn check_model(
         }
         Some(extra) => Err(other(format!("the model has no parameter {}", extra.name))),
         None => Ok(()),
+    }
+}
+
+/// The parameters that start anew beside the weights of a checkpoint.
+pub(super) struct Fresh<'a> {
+    manifest: &'a Manifest,
+    is_release: bool,
+    /// Whether an adapter starts on a release or another base without an adapter.
+    has_adapter: bool,
+    /// Modules of the classifier that starts on a release of another task.
+    classifier: &'static [&'static str],
+    resizes: bool,
+}
+
+impl<'a> Fresh<'a> {
+    pub(super) fn of(
+        checkpoint: &'a Checkpoint,
+        plan: &Plan,
+        args: &CheckedArguments,
+        is_release: bool,
+    ) -> Self {
+        let manifest = checkpoint.manifest();
+        let family = models::family(plan.draft.info.family).filter(|_| is_release);
+        Self {
+            manifest,
+            is_release,
+            has_adapter: (is_release || args.finetune) && lacks_adapter(manifest),
+            classifier: family.map_or(&[], |family| family.classifier),
+            resizes: args.model.ignore_mismatched_sizes,
+        }
+    }
+
+    /// Whether a parameter starts anew.
+    pub(super) fn has(&self, param: &Param) -> bool {
+        if param.beside.is_some() {
+            return self.has_adapter;
+        }
+        let name = stored_name(self.manifest, &param.name, self.is_release);
+        let stored = self.manifest.tensor(&Kind::Parameter, &name);
+        let fits = |entry: &TensorEntry| entry.shape == param.full.shape || !self.resizes;
+        self.is_of_classifier(param) && !stored.is_some_and(fits)
+    }
+
+    /// Whether a parameter of another size may start anew.
+    fn may_resize(&self, param: &Param) -> bool {
+        self.is_of_classifier(param) && !self.resizes
+    }
+
+    /// Whether a parameter is one of a classifier that the run trains.
+    fn is_of_classifier(&self, param: &Param) -> bool {
+        let is_within = |module: &&str| {
+            let rest = param.name.strip_prefix(*module);
+            rest.is_some_and(|rest| rest.starts_with('.'))
+        };
+        param.trainable && self.classifier.iter().any(|module| is_within(&module))
     }
 }
 
@@ -537,6 +597,17 @@ pub(super) fn warn_of_checkpoint(
     saved: Option<&RunState>,
     checkpoint: &Checkpoint,
 ) {
+    let fresh = Fresh::of(checkpoint, plan, args, saved.is_none());
+    let names = plan.graph.params().iter();
+    let names = names.filter(|param| param.beside.is_none() && fresh.has(param));
+    let names: Vec<_> = names.map(|param| param.name.as_str()).collect();
+    if !names.is_empty() {
+        tracing::warn!(
+            path = %checkpoint.path().display(),
+            names = names.join(", "),
+            "the weights have no classifier of this size: it starts at random"
+        );
+    }
     match saved {
         Some(saved) if args.finetune => warn_of_tokenizer(parts, saved, checkpoint),
         Some(saved) => {

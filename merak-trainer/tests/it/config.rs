@@ -349,6 +349,7 @@ eos_token_id = null
 pad_token_id = null
 model.config = null
 model.hf_dir = null
+model.ignore_mismatched_sizes = false
 data.path = null
 data.mixture = null
 data.validation_path = null

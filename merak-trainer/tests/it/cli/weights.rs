@@ -3,16 +3,16 @@
 use std::{fs, path::Path};
 
 use merak_ckpt::{
-    Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, export_hf, extract_lora, import_dcp,
-    import_hf, merge_lora, replace_lora,
+    Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, Kind, export_hf, extract_lora,
+    import_dcp, import_hf, merge_lora, replace_lora,
 };
 use safetensors::Dtype;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::{
     Workplace,
     families::{self, i64s, write_tensors},
-    settings,
+    model, settings, text,
 };
 use crate::parity::formula::weight;
 
@@ -91,8 +91,15 @@ fn training_starts_from_a_hugging_face_folder_on_any_topology() {
     // A resumed run does not start over.
     place.succeed("train hf.toml --max_steps 7 --resume auto");
     assert_eq!(records(&place, "tuned").last().expect("a record").0, 7);
-    let both = place.mistake("train hf.toml --model.config model.json");
-    insta::assert_snapshot!(both, @r#"error: "model.config" is model.json (command line --model.config), but must be unset while "model.hf_dir" (hf.toml:12) is set, whose folder has a config.json of its own"#);
+    // The configuration may be another than the folder's.
+    let keys = "--overwrite_output_dir --model.config model.json";
+    place.succeed(&format!("train hf.toml {keys}"));
+    assert_eq!(records(&place, "tuned"), tuned);
+    let mut wider = model();
+    wider["n_inner"] = 80.into();
+    place.write("model.json", &wider.to_string());
+    let both = place.mistake(&format!("train hf.toml {keys}"));
+    insta::assert_snapshot!(both, @"error: the checkpoint hf is of another model: transformer.h.0.mlp.c_fc.weight has shape [16, 64] there, but [16, 80] in the model");
 }
 
 #[test]
@@ -228,7 +235,8 @@ fn write_adapter(place: &Workplace) {
             let values = (0..shape[0] * shape[1]).map(|n| ((n * n % 13) as f32 - 6.0) / 2.0);
             data.extend(values.flat_map(f32::to_le_bytes));
             let name = format!("base_model.model.{module}.{factor}.weight");
-            let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [begin, data.len()]});
+            let entry =
+                json!({"dtype": "F32", "shape": shape, "data_offsets": [begin, data.len()]});
             header.insert(name, entry);
         }
     }
@@ -488,4 +496,72 @@ fn what_other_programs_wrote_is_named_where_weights_or_an_adapter_are_expected()
     error: cannot read torch/model.pt: it is a lone file of torch.save: put it into a folder as pytorch_model.bin beside the model's config.json, and use that; it should hold the state_dict of the model ("model.hf_dir", command line --model.hf_dir)
     error: cannot read torch/model.pt: it is a lone file of torch.save, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
     "#);
+}
+
+#[test]
+fn a_classifier_starts_on_the_weights_of_another_task() {
+    let place = families::place(&families::bert("BertForMaskedLM"), "text", "text");
+    place.write("text/a.txt", &text());
+    place.succeed("train merak.toml --seq_length 24");
+    let checkpoint = Checkpoint::open(place.path("run")).expect("it opens");
+    export_hf(&checkpoint, place.path("hf"), &ExportOptions::default()).expect("it exports");
+    let classes = families::bert("BertForSequenceClassification");
+    place.write("classes.json", &classes.to_string());
+    let labelled = (0..24).map(|i| json!({ "text": format!("text {i}"), "label": i % 3 }));
+    let labelled: Vec<_> = labelled.map(|record| record.to_string()).collect();
+    place.write("labelled.jsonl", &labelled.join("\n"));
+    let keys = "--output_dir tuned --overwrite_output_dir --model.config classes.json --model.hf_dir hf \
+        --data.format jsonl --data.path labelled.jsonl --seq_length 24";
+    let ended = place.merak(&format!("train merak.toml {keys}"));
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    let names =
+        "bert.pooler.dense.weight, bert.pooler.dense.bias, classifier.weight, classifier.bias";
+    let warning = format!(
+        "the weights have no classifier of this size: it starts at random path=hf names=\"{names}\""
+    );
+    assert!(ended.stderr.contains(&warning), "{}", ended.stderr);
+    let alone = records(&place, "tuned");
+    place.succeed(&format!("train merak.toml {keys} --pp 2"));
+    assert_eq!(records(&place, "tuned"), alone);
+    place.succeed(&format!("train merak.toml {keys} --tp 2"));
+    for ((_, found), (_, expected)) in records(&place, "tuned").iter().zip(&alone) {
+        assert!((found / expected - 1.0).abs() < 1e-4, "{found}, {expected}");
+    }
+    // The body is that of the folder: with no learning it stays so, and the classifier is drawn.
+    place.succeed(&format!("train merak.toml {keys} --learning_rate 0"));
+    let tuned = Checkpoint::open(place.path("tuned")).expect("it opens");
+    let body = "bert.encoder.layer.1.output.dense.weight";
+    let values = |checkpoint: &Checkpoint, name: &str| {
+        let whole = checkpoint.read_whole(&Kind::Parameter, name);
+        whole.expect("it is there")
+    };
+    assert_eq!(values(&tuned, body), values(&checkpoint, body));
+    assert!(
+        values(&tuned, "classifier.weight")
+            .iter()
+            .any(|&byte| byte != 0)
+    );
+    // Nothing is learned in an evaluation, so a random classifier is a mistake there.
+    let line = format!("evaluate merak.toml hf {keys}");
+    insta::assert_snapshot!(place.mistake(&line), @"error: the checkpoint hf is of another model: it has no parameter bert.pooler.dense.weight");
+    // A classifier of another size is replaced where that is asked for.
+    let tuned = Checkpoint::open(place.path("tuned")).expect("it opens");
+    export_hf(&tuned, place.path("hf3"), &ExportOptions::default()).expect("it exports");
+    let mut more = classes;
+    more["id2label"] = json!({ "0": "a", "1": "b", "2": "c", "3": "d" });
+    more["label2id"] = json!({ "a": 0, "b": 1, "c": 2, "d": 3 });
+    place.write("classes.json", &more.to_string());
+    let keys = keys.replace("hf_dir hf", "hf_dir hf3");
+    insta::assert_snapshot!(place.mistake(&format!("train merak.toml {keys}")), @r#"error: the checkpoint hf3 is of another model: classifier.weight has shape [3, 16] there, but [4, 16] in the model; "model.ignore_mismatched_sizes" starts it at random"#);
+    let ended = place.merak(&format!(
+        "train merak.toml {keys} --model.ignore_mismatched_sizes true"
+    ));
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    assert!(
+        ended
+            .stderr
+            .contains("names=\"classifier.weight, classifier.bias\""),
+        "{}",
+        ended.stderr
+    );
 }
