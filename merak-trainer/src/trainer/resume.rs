@@ -434,7 +434,7 @@ impl<'a> Fresh<'a> {
             let rest = param.name.strip_prefix(*module);
             rest.is_some_and(|rest| rest.starts_with('.'))
         };
-        param.trainable && self.classifier.iter().any(|module| is_within(&module))
+        param.trainable && self.classifier.iter().any(is_within)
     }
 }
 

@@ -498,20 +498,27 @@ fn what_other_programs_wrote_is_named_where_weights_or_an_adapter_are_expected()
     "#);
 }
 
-#[test]
-fn a_classifier_starts_on_the_weights_of_another_task() {
+/// A model of masked tokens as a Hugging Face folder `hf`, and texts with classes for one of
+/// `classes.json`; with the keys of a training of these.
+fn with_body(classes: &Value) -> (Workplace, &'static str) {
     let place = families::place(&families::bert("BertForMaskedLM"), "text", "text");
     place.write("text/a.txt", &text());
     place.succeed("train merak.toml --seq_length 24");
     let checkpoint = Checkpoint::open(place.path("run")).expect("it opens");
     export_hf(&checkpoint, place.path("hf"), &ExportOptions::default()).expect("it exports");
-    let classes = families::bert("BertForSequenceClassification");
     place.write("classes.json", &classes.to_string());
     let labelled = (0..24).map(|i| json!({ "text": format!("text {i}"), "label": i % 3 }));
     let labelled: Vec<_> = labelled.map(|record| record.to_string()).collect();
     place.write("labelled.jsonl", &labelled.join("\n"));
     let keys = "--output_dir tuned --overwrite_output_dir --model.config classes.json --model.hf_dir hf \
         --data.format jsonl --data.path labelled.jsonl --seq_length 24";
+    (place, keys)
+}
+
+#[test]
+fn a_classifier_starts_on_the_weights_of_another_task() {
+    let classes = families::bert("BertForSequenceClassification");
+    let (place, keys) = with_body(&classes);
     let ended = place.merak(&format!("train merak.toml {keys}"));
     assert_eq!(ended.status, Some(0), "{}", ended.stderr);
     let names =
@@ -529,7 +536,8 @@ fn a_classifier_starts_on_the_weights_of_another_task() {
     }
     // The body is that of the folder: with no learning it stays so, and the classifier is drawn.
     place.succeed(&format!("train merak.toml {keys} --learning_rate 0"));
-    let tuned = Checkpoint::open(place.path("tuned")).expect("it opens");
+    let open = |run: &str| Checkpoint::open(place.path(run)).expect("it opens");
+    let (checkpoint, tuned) = (open("run"), open("tuned"));
     let body = "bert.encoder.layer.1.output.dense.weight";
     let values = |checkpoint: &Checkpoint, name: &str| {
         let whole = checkpoint.read_whole(&Kind::Parameter, name);
@@ -545,8 +553,7 @@ fn a_classifier_starts_on_the_weights_of_another_task() {
     let line = format!("evaluate merak.toml hf {keys}");
     insta::assert_snapshot!(place.mistake(&line), @"error: the checkpoint hf is of another model: it has no parameter bert.pooler.dense.weight");
     // A classifier of another size is replaced where that is asked for.
-    let tuned = Checkpoint::open(place.path("tuned")).expect("it opens");
-    export_hf(&tuned, place.path("hf3"), &ExportOptions::default()).expect("it exports");
+    export_hf(&open("tuned"), place.path("hf3"), &ExportOptions::default()).expect("it exports");
     let mut more = classes;
     more["id2label"] = json!({ "0": "a", "1": "b", "2": "c", "3": "d" });
     more["label2id"] = json!({ "a": 0, "b": 1, "c": 2, "d": 3 });
