@@ -103,10 +103,7 @@ impl Dataset for Counting {
     }
 
     fn get(&self, index: usize) -> merak_trainer::Result<Sample> {
-        let token = |place: usize| {
-            let token = (index / 3 + (index % 3 + 1) * place) % VOCAB;
-            i64::try_from(token).expect("the vocabulary is small")
-        };
+        let token = |place: usize| ((index / 3 + (index % 3 + 1) * place) % VOCAB).cast_signed() as i64;
         let tokens = |from: usize| SampleTensor::vector((from..from + SEQ).map(token).collect());
         Ok(Sample::from([
             ("input_ids".to_owned(), tokens(0)),
@@ -127,10 +124,8 @@ fn train(dp: usize, tp: usize, pp: usize) -> Result<f64> {
     args.tp_layer_lists.col_para_list = list(&["q", "k", "v", "up"]);
     args.tp_layer_lists.row_para_list = list(&["out", "down"]);
     let args = args.check()?;
-    let plan = Arc::new(Plan::new(
-        &PlanInputs::read(Arc::new(SideBySide), &args)?,
-        &args,
-    )?);
+    let inputs = PlanInputs::read(Arc::new(SideBySide), &args)?;
+    let plan = Arc::new(Plan::new(&inputs, &args)?);
     println!("{}", plan.partition_report()?.to_text(Some(100)));
     let losses = run_world(&args, |member| {
         let parts = TrainerParts {

@@ -38,6 +38,7 @@ mod crates;
 mod dataset;
 mod evaluation;
 mod fingerprint;
+mod image_processor;
 mod images;
 mod in_order;
 mod input;

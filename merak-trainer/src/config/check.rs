@@ -199,7 +199,9 @@ fn check_divergence(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 
 fn check_prediction(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.require(
-        !(a.do_predict && a.do_train) || a.data.validation_fraction > 0.0,
+        !(a.do_predict && a.do_train)
+            || a.data.validation_fraction > 0.0
+            || a.data.validation_path.is_some(),
         "do_predict",
         a.do_predict,
         "false while \"data.validation_fraction\" is 0, which leaves nothing to predict",

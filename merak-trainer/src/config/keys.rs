@@ -230,7 +230,8 @@ settings! {
         adapter_name: AdapterName = AdapterName("default".to_owned()),
         /// Whether to train; the command `train` implies it.
         do_train: bool = false,
-        /// Whether to evaluate, during training too.
+        /// Whether to evaluate during training too, each `eval_steps` steps or at the end of each
+        /// epoch. `merak train` evaluates at its end in any case where the data have a part for it.
         do_eval: bool = false,
         /// Whether `merak train` writes predictions of the validation part in the end, into
         /// `predictions.jsonl`; the command `predict` implies it.

@@ -15,31 +15,50 @@ pub(crate) struct Reserved {
     pub(crate) name: &'static str,
     /// The values that ask for nothing, as JSON; the first is the documented default.
     pub(crate) inactive: &'static [&'static str],
-    /// What to use instead, besides the inactive values.
+    /// Why, or what to use instead, behind the inactive values.
     advice: &'static str,
 }
 
-const fn reserved(name: &'static str, inactive: &'static [&'static str]) -> Reserved {
+const fn reserved(
+    name: &'static str,
+    inactive: &'static [&'static str],
+    advice: &'static str,
+) -> Reserved {
     Reserved {
         name,
         inactive,
-        advice: "",
+        advice,
     }
 }
 
 const FALSE: &[&str] = &["false"];
 const NONE: &[&str] = &["null"];
 
+/// Why nothing is kept between runs.
+const CACHE: &str = ": a graph is cut in milliseconds, anew in each run";
+
 /// The keys of features to come.
 pub(crate) const RESERVED: &[Reserved] = &[
-    reserved("trace_model", &[r#""""#]),
-    reserved("input_names", NONE),
-    reserved("cache_sharding", FALSE),
-    reserved("cache_name", NONE),
-    // Memory is never pinned and every rank is a CPU rank: both values hold already.
-    reserved("dataloader_pin_memory", &["true", "false"]),
-    reserved("use_cpu", &["false", "true"]),
-    reserved("ema_decay", NONE),
+    reserved(
+        "trace_model",
+        &[r#""""#],
+        ": the file that \"model.config\" names tells the class of the model",
+    ),
+    reserved(
+        "input_names",
+        NONE,
+        ": a model states its inputs, and data give them by name",
+    ),
+    reserved("cache_sharding", FALSE, CACHE),
+    reserved("cache_name", NONE, CACHE),
+    // Memory is never pinned, and "compute.device" names the device: both values ask for nothing.
+    reserved("dataloader_pin_memory", &["true", "false"], ""),
+    reserved("use_cpu", &["false", "true"], ""),
+    reserved(
+        "ema_decay",
+        NONE,
+        ": no average of the weights is kept; \"load_best_model_at_end\" takes the best of a run",
+    ),
 ];
 
 /// Hugging Face training arguments without effect here, and what to use instead where there is

@@ -312,7 +312,9 @@ impl Content {
             }
             Kind::Images(files) => {
                 let (found, label2id) = (&maker.classes, &maker.tokens.label2id);
-                let data = ImageDataset::new(&files, found, maker.model, label2id)?;
+                let folder = maker.args.model.hf_dir.as_ref();
+                let folder = folder.map(|folder| &*folder.0);
+                let data = ImageDataset::new(&files, found, maker.model, label2id, folder)?;
                 (split(Arc::new(data)), 0)
             }
         };

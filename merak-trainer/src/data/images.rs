@@ -11,6 +11,7 @@ use merak_mpu::names::nearest;
 
 use super::{
     dataset::{Dataset, LABELS, Names, Sample, SampleTensor},
+    image_processor::Normalization,
     input::Input,
     inputs::ModelInputs,
     rng::hash,
@@ -129,7 +130,7 @@ impl ImageFiles {
 /// Images and their classes.
 ///
 /// Pixels are those of `ViTImageProcessor` of transformers: three colours or one grey, resized to
-/// the model's size by Pillow's bilinear filter, and `x / 127.5 - 1`.
+/// the model's size by Pillow's bilinear filter, with the mean and the deviation of its file.
 ///
 /// # Shapes
 ///
@@ -139,15 +140,18 @@ pub(super) struct ImageDataset {
     images: Vec<(PathBuf, i64)>,
     /// Channels, height and width.
     shape: [usize; 3],
+    normalization: Normalization,
 }
 
 impl ImageDataset {
-    /// The images of some files as a model reads them; `found` has the classes of all data.
+    /// The images of some files as a model reads them; `found` has the classes of all data, and
+    /// `folder` the model's files where it has a folder.
     pub(super) fn new(
         files: &ImageFiles,
         found: &BTreeSet<String>,
         model: &ModelInputs,
         label2id: &BTreeMap<String, i64>,
+        folder: Option<&Path>,
     ) -> Result<Self> {
         let pixels = model.get(PIXEL_VALUES).map(|input| &*input.shape);
         let Some(&[channels @ (1 | 3), height, width]) = pixels else {
@@ -163,6 +167,7 @@ impl ImageDataset {
         Ok(Self {
             images: images.collect(),
             shape: [channels, height, width],
+            normalization: Normalization::read(folder, channels)?,
         })
     }
 
@@ -170,7 +175,7 @@ impl ImageDataset {
         let (path, label) = &self.images[index];
         let mut sample = Sample::new();
         if is_wanted(PIXEL_VALUES) {
-            let pixels = pixels(path, self.shape).map_err(|reason| {
+            let pixels = pixels(path, self.shape, &self.normalization).map_err(|reason| {
                 Error::Data(DataError::Image {
                     path: path.clone(),
                     reason,
@@ -212,7 +217,11 @@ impl Dataset for ImageDataset {
 
 /// The pixels of an image file, channel by channel.
 #[cfg(feature = "images")]
-fn pixels(path: &Path, [channels, height, width]: [usize; 3]) -> Result<Vec<f32>, String> {
+fn pixels(
+    path: &Path,
+    [channels, height, width]: [usize; 3],
+    normalization: &Normalization,
+) -> Result<Vec<f32>, String> {
     use fast_image_resize::{
         FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer, images::Image,
     };
@@ -241,9 +250,11 @@ fn pixels(path: &Path, [channels, height, width]: [usize; 3]) -> Result<Vec<f32>
         )
         .map_err(|error| told(&error))?;
     let pixels = resized.buffer();
-    let plane = |channel| pixels.iter().skip(channel).step_by(channels);
-    let planes = (0..channels).flat_map(plane);
-    Ok(planes.map(|&x| f32::from(x) / 127.5 - 1.0).collect())
+    let plane = |channel| {
+        let bytes = pixels.iter().skip(channel).step_by(channels);
+        bytes.map(move |&byte| normalization.number(channel, byte))
+    };
+    Ok((0..channels).flat_map(plane).collect())
 }
 
 /// An image in grey, by the weights of ITU-R 601-2 as Pillow rounds them.
@@ -265,6 +276,6 @@ fn grey(image: image::DynamicImage) -> image::GrayImage {
 
 /// This build reads no images; configurations that name them are refused.
 #[cfg(not(feature = "images"))]
-fn pixels(_: &Path, _: [usize; 3]) -> Result<Vec<f32>, String> {
+fn pixels(_: &Path, _: [usize; 3], _: &Normalization) -> Result<Vec<f32>, String> {
     Err("this build reads no images".to_owned())
 }

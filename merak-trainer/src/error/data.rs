@@ -401,6 +401,14 @@ pub enum DataError {
         /// What is wrong with it.
         reason: String,
     },
+    /// Images that are not prepared here as the model's folder says.
+    #[error("cannot prepare images as {path} says: {}", sentence(reason))]
+    ImageProcessor {
+        /// The file.
+        path: String,
+        /// What is in the way.
+        reason: String,
+    },
     /// A model whose pixels are no colours.
     #[error(
         "\"data.format\" images has 3 colours or 1 grey, but this {family} model reads pixels of shape {shape:?}: give it tensors"

@@ -19,6 +19,9 @@ pub(super) fn warn(args: &CheckedArguments) {
             "with several pipeline stages every microbatch is reduced apart: zero_stage 1 sends less"
         );
     }
+    if !args.do_eval && args.eval_steps.is_some() {
+        tracing::warn!("\"eval_steps\" has no effect: \"do_eval\" is false");
+    }
     let units = Units::of_processor().min(args.compute.units.into());
     if args.products() == Products::Rounded && units == Units::None {
         tracing::warn!(
