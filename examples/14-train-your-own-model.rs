@@ -103,7 +103,7 @@ impl Dataset for Counting {
     }
 
     fn get(&self, index: usize) -> merak_trainer::Result<Sample> {
-        let token = |place: usize| ((index / 3 + (index % 3 + 1) * place) % VOCAB).cast_signed() as i64;
+        let token = |at: usize| ((index / 3 + (index % 3 + 1) * at) % VOCAB).cast_signed() as i64;
         let tokens = |from: usize| SampleTensor::vector((from..from + SEQ).map(token).collect());
         Ok(Sample::from([
             ("input_ids".to_owned(), tokens(0)),

@@ -85,7 +85,10 @@ impl Normalization {
     }
 
     /// The number for a byte of a channel.
-    #[cfg_attr(not(feature = "images"), expect(dead_code, reason = "no image is read"))]
+    #[cfg_attr(
+        not(any(feature = "images", test)),
+        expect(dead_code, reason = "no image is read")
+    )]
     pub(super) fn number(&self, channel: usize, byte: u8) -> f32 {
         let [mean, std] = self.channels[channel];
         ((f64::from(byte) * self.rescale - mean) / std) as f32
@@ -93,7 +96,11 @@ impl Normalization {
 }
 
 /// A field with a number for each channel, or one for all; 0.5 where it is absent.
-fn by_channel(fields: &Value, name: &str, channels: usize) -> std::result::Result<Vec<f64>, String> {
+fn by_channel(
+    fields: &Value,
+    name: &str,
+    channels: usize,
+) -> std::result::Result<Vec<f64>, String> {
     let numbers = match &fields[name] {
         Value::Null => Some(vec![0.5; channels]),
         Value::Array(list) => list.iter().map(Value::as_f64).collect(),
@@ -120,19 +127,23 @@ mod tests {
 
     use super::*;
 
+    fn hundredths(normalization: &Normalization, channel: usize, byte: u8) -> i32 {
+        (100.0 * normalization.number(channel, byte)).round() as i32
+    }
+
     #[test]
     fn numbers_are_those_of_the_fields() {
         let usual = Normalization::of(&Value::Null, 3).unwrap();
-        let ends = [0, 255].map(|byte| usual.number(2, byte));
-        assert_eq!(ends, [-1.0, 1.0]);
+        let ends = [0, 255].map(|byte| hundredths(&usual, 2, byte));
+        assert_eq!(ends, [-100, 100]);
         let own = json!({ "image_mean": [0.5, 0.25, 0.0], "image_std": [0.5, 1.0, 0.25], "resample": 2,
             "size": { "height": 8, "width": 8 } });
         let own = Normalization::of(&own, 3).unwrap();
-        let white = [0, 1, 2].map(|channel| own.number(channel, 255));
-        assert_eq!(white, [1.0, 0.75, 4.0]);
+        let white = [0, 1, 2].map(|channel| hundredths(&own, channel, 255));
+        assert_eq!(white, [100, 75, 400]);
         let plain = json!({ "do_normalize": false, "do_rescale": false });
         let plain = Normalization::of(&plain, 1).unwrap();
-        assert_eq!(plain.number(0, 7), 7.0);
+        assert_eq!(hundredths(&plain, 0, 7), 700);
     }
 
     #[test]
