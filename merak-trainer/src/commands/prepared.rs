@@ -13,9 +13,9 @@ use merak_ckpt::{
 };
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
-    CheckedArguments, Config, ConfigError, CostCache, CostModel, DataFormat, Error, FasterSchedule,
-    FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, Room, RunFolder,
-    SeqLength, TokenizerSource, TrainSchedule, TrainerParts, Workload, World,
+    CheckedArguments, Config, ConfigError, CostCache, CostModel, DataArguments, DataFormat, Error,
+    FasterSchedule, FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result,
+    Room, RunFolder, SeqLength, TokenizerSource, TrainSchedule, TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Dataset, Datasets, Joined, ModelInputs, Source, Tokenizer},
     keys,
     metrics::{Page, Peak},
@@ -670,6 +670,7 @@ fn one_by_one(args: CheckedArguments) -> Result<CheckedArguments> {
     let mut args = args.into_arguments();
     args.data.packing = false;
     args.data.streaming = false;
+    args.data.shuffle_buffer = DataArguments::default().shuffle_buffer;
     args.check()
 }
 

@@ -146,6 +146,9 @@ impl Reader<'_> {
     /// Lists what a stream reads while the run goes on.
     fn open_stream(&self, input: Option<Input<'_>>) -> Result<Content> {
         let (arguments, tokenizer) = (self.arguments, self.text_tokenizer());
+        if arguments.format == DataFormat::Text {
+            input.iter().flat_map(Input::iter).for_each(warn_of_records);
+        }
         let texts = Texts::of(arguments, self.crates, tokenizer.text_kind())?;
         let first = match arguments.format {
             DataFormat::Text => None,
@@ -289,10 +292,11 @@ impl Content {
                 return Ok((datasets, Some(corpus)));
             }
             Kind::Streamed(files) => {
-                let data = streamed(files, maker);
+                let (data, held_bytes) = streamed(files, maker);
                 let datasets = Datasets {
                     train: trains.then_some(data),
-                    ..Datasets::default()
+                    validation: None,
+                    held_bytes,
                 };
                 return Ok((datasets, None));
             }
@@ -329,16 +333,20 @@ impl Content {
 }
 
 /// The samples of a stream, some of which wait for slower ranks: those that loaders read ahead, and
-/// two steps.
-fn streamed(files: StreamFiles, maker: &Maker<'_>) -> Arc<dyn Dataset> {
+/// two steps. Returns the bytes of memory that they take too.
+fn streamed(files: StreamFiles, maker: &Maker<'_>) -> (Arc<dyn Dataset>, usize) {
     let args = maker.args;
     let microbatch = args.per_device_train_batch_size * args.dp;
     let ahead = (AHEAD + 2) * args.dataloader_num_workers * microbatch;
+    let (buffer, window) = (args.data.shuffle_buffer, 2 * args.global_batch() + ahead);
+    let elements = maker.model.inputs.iter().map(|input| input.shape.iter());
+    let elements: usize = elements.map(Iterator::product::<usize>).sum();
+    let held_bytes = (buffer + window).saturating_mul(elements * size_of::<i64>());
     let stream = TextStream::new(files, maker);
     let data = StreamDataset::new(Arc::new(stream))
-        .shuffled(args.data.shuffle_buffer, args.data_seed())
-        .with_window(2 * args.global_batch() + ahead);
-    Arc::new(data)
+        .shuffled(buffer, args.data_seed())
+        .with_window(window);
+    (Arc::new(data), held_bytes)
 }
 
 /// The memory of records: their text, and what is made of it meanwhile, a stream or samples.

@@ -160,6 +160,14 @@ pub trait Dataset: Send + Sync + fmt::Debug {
         false
     }
 
+    /// The same samples in the order of another seed, for data sets that order them themselves;
+    /// `None` for others, and where the seed is the same. A resumed run goes on in the order that
+    /// it began with.
+    fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
+        let _ = seed;
+        None
+    }
+
     /// Whether there is none.
     fn is_empty(&self) -> bool {
         self.len() == 0
@@ -232,9 +240,14 @@ pub struct Subset {
 }
 
 impl Subset {
-    /// Splits off the last `fraction` of the samples, rounded down.
+    /// Splits off the last `fraction` of the samples, rounded down; none of a stream, whose end
+    /// nobody knows.
     pub fn split(data: &Arc<dyn Dataset>, fraction: f64) -> [Self; 2] {
-        let held_out = held_out(data.len(), fraction);
+        let held_out = if data.is_stream() {
+            0
+        } else {
+            held_out(data.len(), fraction)
+        };
         let kept = data.len() - held_out;
         [(0, kept), (kept, held_out)].map(|(first, len)| Self {
             data: Arc::clone(data),
@@ -247,6 +260,10 @@ impl Subset {
 impl Dataset for Subset {
     fn len(&self) -> usize {
         self.len
+    }
+
+    fn is_stream(&self) -> bool {
+        self.len > 0 && self.data.is_stream()
     }
 
     fn get(&self, index: usize) -> Result<Sample> {

@@ -38,7 +38,12 @@ impl Joined {
 
 impl Dataset for Joined {
     fn len(&self) -> usize {
-        self.0.iter().map(|part| part.len()).sum()
+        let parts = self.0.iter().map(|part| part.len());
+        parts.fold(0, usize::saturating_add)
+    }
+
+    fn is_stream(&self) -> bool {
+        self.0.iter().any(|part| part.is_stream())
     }
 
     fn get(&self, index: usize) -> Result<Sample> {

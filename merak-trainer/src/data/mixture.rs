@@ -58,8 +58,13 @@ impl MixtureDataset {
     /// # Errors
     ///
     /// [`DataError::NoShare`] for a part without samples, one whose weight is not a number of more
-    /// than 0, and one whose weight is so small that an epoch takes no sample of it.
+    /// than 0, and one whose weight is so small that an epoch takes no sample of it;
+    /// [`DataError::Endless`] for a stream.
     pub fn new(parts: Vec<(Arc<dyn Dataset>, f64)>, seed: u64) -> Result<Self> {
+        if parts.iter().any(|(data, _)| data.is_stream()) {
+            let purpose = "a mixture";
+            return Err(Error::Data(DataError::Endless { purpose }));
+        }
         let len = parts.iter().map(|(data, _)| data.len()).sum();
         let weights: Vec<_> = parts.iter().map(|(_, weight)| *weight).collect();
         let shares = shares(&weights, len);

@@ -111,7 +111,9 @@ impl StreamDataset {
         }
     }
 
-    /// The same with `window` samples, instead of 1024, that stay in memory for slower ranks.
+    /// The same with `window` samples, instead of 1024, that stay in memory for slower ranks. Ranks
+    /// that are threads need those of two steps, and those that workers read ahead, or they read
+    /// the stream again and again.
     #[must_use]
     pub fn with_window(self, window: usize) -> Self {
         Self {
@@ -174,6 +176,15 @@ impl Dataset for StreamDataset {
 
     fn is_stream(&self) -> bool {
         true
+    }
+
+    fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
+        if seed == self.seed || self.shuffle_buffer == 1 {
+            return None;
+        }
+        let data = Self::new(Arc::clone(&self.stream));
+        let data = data.shuffled(self.shuffle_buffer, seed);
+        Some(Arc::new(data.with_window(self.window)))
     }
 
     fn get(&self, index: usize) -> Result<Sample> {

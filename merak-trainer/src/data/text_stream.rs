@@ -22,8 +22,8 @@ use crate::{
     error::{DataError, Error, Result},
 };
 
-/// Samples that are made together.
-const TOGETHER: usize = 64;
+/// Samples, or records, that become samples together.
+const PART_SAMPLES: usize = 64;
 
 /// Files of text that a stream reads.
 #[derive(Debug)]
@@ -131,7 +131,7 @@ impl TokenParts {
     /// Reads more tokens than the samples of a part need, or all that are left.
     fn fill(&mut self) -> Result<()> {
         let tokenizer = &self.inner.files.tokenizer;
-        while self.tokens.len() <= TOGETHER * self.stride
+        while self.tokens.len() <= PART_SAMPLES * self.stride
             && let Some(piece) = self.pieces.next()
         {
             let piece = piece?;
@@ -146,7 +146,9 @@ impl TokenParts {
     fn part(&mut self) -> Result<Option<Arc<dyn Dataset>>> {
         self.fill()?;
         // A sample of next tokens needs one more. Too few for the first sample are an error.
-        if self.tokens.len() <= self.stride && !self.is_first {
+        let is_causal = self.inner.model.objective == Objective::CausalLm;
+        let needed = self.stride + usize::from(is_causal);
+        if self.tokens.len() < needed && !self.is_first {
             return Ok(None);
         }
         self.is_first = false;
@@ -186,7 +188,7 @@ impl RecordParts {
     }
 
     fn part(&mut self) -> Result<Option<Arc<dyn Dataset>>> {
-        let records = self.records.by_ref().take(TOGETHER);
+        let records = self.records.by_ref().take(PART_SAMPLES);
         let records = Records::parsed(records.collect::<Result<_>>()?);
         if records.len() == 0 {
             return Ok(None);

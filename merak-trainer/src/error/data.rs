@@ -449,6 +449,12 @@ pub enum DataError {
         /// Classes of the model.
         classes: usize,
     },
+    /// A stream where the number of samples must be known.
+    #[error("{purpose} takes each sample once, and nobody knows how many samples a stream has")]
+    Endless {
+        /// What is asked for.
+        purpose: &'static str,
+    },
     /// A stream of samples without a sample.
     #[error("the stream of samples ends before its first one")]
     EmptyStream,

@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 /// What a resumed run needs besides tensors.
@@ -208,7 +209,7 @@ impl MerakTrainer {
         header: Header,
     ) -> Result<PathBuf> {
         let store = Store::in_output_dir(self.args.run_folder()?);
-        let mpu = std::sync::Arc::clone(&self.stages.mpu);
+        let mpu = Arc::clone(&self.stages.mpu);
         let world = mpu.world_group();
         let path = store.path_of(draft.step());
         let shards = self.gather_shards(shards)?;
@@ -561,7 +562,8 @@ impl MerakTrainer {
         } else {
             state.data_seed
         };
-        let mut order = TrainingOrder::of(&**data, batch_shape(&self.args), data_seed)?;
+        let data = data.reseeded(data_seed).unwrap_or_else(|| Arc::clone(data));
+        let mut order = TrainingOrder::of(&*data, batch_shape(&self.args), data_seed)?;
         let mut position = state.position;
         if self.args.ignore_data_skip {
             position.samples = 0;
@@ -574,6 +576,7 @@ impl MerakTrainer {
             );
         }
         self.progress.course.order = Some(order);
+        self.parts.train_data = Some(data);
         Ok(())
     }
 

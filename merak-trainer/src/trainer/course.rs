@@ -68,8 +68,8 @@ impl Course {
     }
 }
 
-/// Samples of a stream among which one has a label.
-const LABELLED: usize = 1024;
+/// Samples of a stream that are looked through for a label.
+const CHECKED_SAMPLES: usize = 1024;
 
 /// Refuses data of which nothing can be learned: no sample has a label.
 ///
@@ -78,7 +78,7 @@ const LABELLED: usize = 1024;
 pub(super) fn check_labels(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
     if let Some(data) = &parts.train_data {
         let samples = data.len().min(if data.is_stream() {
-            LABELLED
+            CHECKED_SAMPLES
         } else {
             usize::MAX
         });

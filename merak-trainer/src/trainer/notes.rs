@@ -22,6 +22,11 @@ pub(super) fn warn(args: &CheckedArguments) {
     if !args.do_eval && args.eval_steps.is_some() {
         tracing::warn!("\"eval_steps\" has no effect: \"do_eval\" is false");
     }
+    if args.data.streaming && args.do_eval && args.eval_steps.is_none() {
+        tracing::warn!(
+            "a stream has no end of an epoch to evaluate at: \"eval_steps\" sets steps between evaluations"
+        );
+    }
     let units = Units::of_processor().min(args.compute.units.into());
     if args.products() == Products::Rounded && units == Units::None {
         tracing::warn!(

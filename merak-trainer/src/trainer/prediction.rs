@@ -8,7 +8,7 @@ pub(super) use self::{classes::ClassCounts, rows::Rows};
 use super::{EvaluationMetrics, MerakTrainer, evaluation};
 use crate::{
     data::Dataset,
-    error::{Result, StepPart},
+    error::{DataError, Error, Result, StepPart},
     plan::ForwardOutput,
     stage::floats,
 };
@@ -125,6 +125,10 @@ impl MerakTrainer {
     ) -> Result<PredictionOutput> {
         let step = self.progress.global_step;
         self.within(StepPart::Evaluate, step, |trainer| {
+            if data.is_stream() {
+                let purpose = "a prediction";
+                return Err(Error::Data(DataError::Endless { purpose }));
+            }
             let order = evaluation::all(&trainer.args, data.len())?;
             trainer.pass_over(data, &order, Some(kind))
         })

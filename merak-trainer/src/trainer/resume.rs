@@ -658,6 +658,16 @@ fn warn_of_data(plan: &Plan, parts: &TrainerParts, saved: &RunState, checkpoint:
             %now,
             "the data are not those that the checkpoint was saved with: training goes on at its place in other data"
         );
+    } else if parts
+        .train_data
+        .as_ref()
+        .is_some_and(|data| data.is_stream())
+        && saved.samples > 0
+    {
+        tracing::warn!(
+            %path,
+            "the data are a stream now: training goes on in it behind as many samples as the epoch has used"
+        );
     } else if saved.samples != now.samples && now.samples > 0 && length.is_none() {
         tracing::warn!(
             %path,

@@ -113,6 +113,45 @@ fn fifty_steps_of_every_rule_give_the_numbers_of_pytorch() {
     }
 }
 
+#[test]
+fn a_parameter_steps_by_its_own_share_of_the_learning_rate() {
+    for optim in OptimizerKind::ALL {
+        let stepped = |scale: f64, lr: f64| {
+            let weights = world(1, |member| {
+                let config = ZeroConfig {
+                    optimizer: OptimizerConfig {
+                        optim,
+                        weight_decay: 0.1,
+                        ..OptimizerConfig::default()
+                    },
+                    max_grad_norm: 0.0,
+                    ..ZeroConfig::default()
+                };
+                let specs = golden_specs();
+                let specs: Vec<_> = specs
+                    .into_iter()
+                    .map(|spec| spec.with_lr_scale(scale))
+                    .collect();
+                let groups = ZeroGroups {
+                    data_sequence: alone(&member),
+                    model: alone(&member),
+                };
+                let len = specs.iter().map(ParamSpec::numel).sum::<usize>();
+                let mut optimizer =
+                    ZeroOptimizer::new(specs.clone(), table(&specs), config, groups).unwrap();
+                let numbers = |seed: u64| (0..len).map(move |i| noise(seed, i)).collect::<Vec<_>>();
+                let (mut weights, mut grads) = (numbers(1), numbers(2));
+                optimizer.step(&mut weights, &mut grads, lr).unwrap();
+                weights
+            });
+            weights.into_iter().next().unwrap()
+        };
+        let half = stepped(0.5, LR);
+        assert_eq!(half, stepped(1.0, LR / 2.0), "{optim}");
+        assert_ne!(half, stepped(1.0, LR), "{optim}");
+    }
+}
+
 /// Each element is as near as 1e-5 of itself, or of the root mean square of all.
 fn assert_near(found: &[f32], expected: &[f32], place: &str) {
     assert_eq!(found.len(), expected.len(), "{place}");

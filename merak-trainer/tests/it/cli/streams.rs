@@ -103,7 +103,7 @@ fn streams_of_every_kind_of_text_are_learned() {
 fn a_run_on_a_stream_evaluates_and_predicts_on_data_of_their_own() {
     let place = place();
     place.write("held-out.txt", &text()[..600]);
-    let keys = "--data.streaming true --data.validation_path held-out.txt";
+    let keys = "--data.streaming true --data.shuffle_buffer 50 --data.validation_path held-out.txt";
     let said = place.succeed(&format!("train merak.toml {keys}"));
     assert!(
         said.contains("text: 3 files, 4.41 KiB as a stream; to validate on: held-out.txt"),
@@ -139,4 +139,18 @@ fn a_stream_that_cannot_be_read_is_refused() {
     assert_snapshot!(mistake(
         "--do_eval false --data.path data.jsonl --data.format jsonl --data.shuffle_buffer 1 --max_steps 50"
     ), @r#"error: data.jsonl:91: the record has no "text": it has "txt", but records that become tokens need "text" ("data.path", command line --data.path)"#);
+}
+
+#[test]
+fn a_resumed_stream_keeps_the_order_of_its_first_seed() {
+    let place = place();
+    let keys = format!("{STREAM} --save_steps 3 --lr_scheduler_type constant");
+    let whole = trained(&place, &format!("{keys} --max_steps 6 --seed 7"));
+    trained(&place, &format!("{keys} --max_steps 3 --seed 7"));
+    for ranks in ["", "--pp 2"] {
+        place.succeed(&format!(
+            "train merak.toml {keys} --max_steps 6 --resume run/checkpoints/step-00000003 {ranks}"
+        ));
+        assert_eq!(losses(&place), whole);
+    }
 }
