@@ -58,7 +58,7 @@ fn slips_of_spelling_are_told_with_what_to_write() {
     let place = Workplace::new();
     let train = |keys: &str| place.mistake(&format!("train merak.toml {keys}"));
     assert_snapshot!(train("--set tp:2"), @"error: the option --set tp:2 has no value: write --set tp=2");
-    assert_snapshot!(train("--model gpt2"), @r#"error: "model" expects a table of "model.config", "model.hf_dir", found "gpt2" (command line --model)"#);
+    assert_snapshot!(train("--model gpt2"), @r#"error: "model" expects a table of "model.config", "model.hf_dir", .., found "gpt2" (command line --model)"#);
     assert_snapshot!(train("--gpu 4"), @r#"error: unknown key "gpu" (command line --gpu); did you mean "compute.device"?"#);
     assert_snapshot!(train("-\u{2013}tp 2"), @r#"error: "-–tp" begins with an en dash: write "--tp""#);
     assert_snapshot!(train("\u{2014}tp 2"), @r#"error: "—tp" begins with an em dash: write "--tp""#);
@@ -441,7 +441,7 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
     assert_snapshot!(train("--hidden_size 17"), @r#"error: model configuration: n_head: is 2, which does not divide the width 17 ("hidden_size", command line --hidden_size)"#);
     assert_snapshot!(train("--model.config short.json"), @r#"error: "n_positions" of the model's configuration allows sequences of 1 to 8 tokens, not 16 ("model.config", command line --model.config)"#);
     assert_snapshot!(train("--model.config small.json"), @r#"error: the tokenizer bytes has 257 tokens, but the model's vocabulary only 100: use a model configuration with "vocab_size" of at least 257, or another tokenizer ("model.config", command line --model.config)"#);
-    assert_snapshot!(train("--model.hf_dir text"), @r#"error: "model.config" is model.json (merak.toml:12), but must be unset while "model.hf_dir" (command line --model.hf_dir) is set, whose folder has a config.json of its own"#);
+    assert_snapshot!(train("--model.hf_dir text"), @r#"error: cannot read text/config.json: the file is missing ("model.hf_dir", command line --model.hf_dir)"#);
     assert_snapshot!(train("--lora_config rank.json"), @r#"error: cannot read rank.json: `rank` is 4, which is not supported; did you mean `r`? ("lora_config", command line --lora_config)"#);
     assert_snapshot!(train("--lora_config target.json"), @r#"error: target.json: no layer is one of the `target_modules` ["nothing"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte ("lora_config", command line --lora_config)"#);
     // An adapter's name is checked whether or not there is an adapter.
