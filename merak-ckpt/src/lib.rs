@@ -6,8 +6,8 @@
 //! slices of them that each file holds, so nothing in it depends on the topology that wrote it, and
 //! a rank of any other topology reads the byte ranges that it needs.
 //!
-//! Without the feature `graph` the crate depends on nothing else of Merak; it never needs a tensor
-//! library: its seams are names, shapes and bytes.
+//! Without the feature `graph` the crate depends on merak-mpu alone of Merak; it never needs a
+//! tensor library: its seams are names, shapes and bytes.
 //!
 //! # Example
 //!

@@ -1,10 +1,10 @@
 //! What the members of a group must agree on when they call a collective.
 
-use crate::{Buffer, DType, ReduceOp};
-use std::{fmt, sync::Arc};
+use crate::{Buffer, DType, Error, Rank, ReduceOp, Result, Sides, group::describe};
+use std::{fmt, sync::Arc, time::Duration};
 
 /// Which collective is called.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Call {
     /// The buffers of all members become one, which every member gets.
     AllReduce(ReduceOp),
@@ -44,7 +44,7 @@ impl Call {
 }
 
 /// The lengths of what the members bring or get.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Parts {
     /// Each member's buffer is of this length, and where it is cut, it is cut evenly.
     Equal(usize),
@@ -54,7 +54,7 @@ pub(crate) enum Parts {
 }
 
 /// What all members of a group must agree on.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Fingerprint {
     pub(crate) call: Call,
     pub(crate) dtype: DType,
@@ -70,6 +70,43 @@ impl Fingerprint {
             parts: lengths.map_or_else(|| Parts::Equal(buffer.len()), Parts::Listed),
         }
     }
+}
+
+/// How long a member that meets another call waits for those of the others, which say whose call
+/// is the odd one, in a world with this longest wait.
+pub(crate) fn grace(timeout: Duration) -> Duration {
+    Duration::from_millis(300).min(timeout / 4)
+}
+
+/// Compares the calls of members, in ascending rank, where the `sequence`-th operation of their
+/// group is due. What most have called is right; of two that as many have called, that of the
+/// lowest rank.
+///
+/// # Errors
+/// [`Error::Mismatch`] of the first member that is right and the first that is not.
+pub(crate) fn compare<T: Ord>(
+    (name, members): (&str, &[Rank]),
+    sequence: u64,
+    calls: &[(Rank, T)],
+    text: impl Fn(&T) -> String,
+) -> Result<()> {
+    let sides = Sides::of(calls.iter().map(|(rank, call)| (*rank, call)));
+    let first = sides.iter().flatten().next();
+    let Some(second) = sides.iter().skip(1).flatten().min() else {
+        return Ok(());
+    };
+    let of = |rank: &Rank| calls.iter().find(|(other, _)| other == rank);
+    let (Some((first, right)), Some((second, wrong))) = (first.and_then(of), of(second)) else {
+        return Ok(());
+    };
+    Err(Error::Mismatch {
+        group: describe(name, members),
+        sequence,
+        first: first.0,
+        first_call: text(right),
+        second: second.0,
+        second_call: text(wrong),
+    })
 }
 
 /// Most lengths of parts that a message lists.
@@ -100,5 +137,32 @@ impl fmt::Display for Fingerprint {
                 write!(f, " of {whole} {dtype} in parts of {listed}{more}")
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_call_that_most_members_made_is_right() {
+        let blamed = |calls: &str| {
+            let calls: Vec<_> = calls
+                .chars()
+                .zip(3..)
+                .map(|(call, rank)| (Rank(rank), call))
+                .collect();
+            match compare(("data", &[]), 0, &calls, char::to_string) {
+                Err(Error::Mismatch { first, second, .. }) => Some((first, second)),
+                _ => None,
+            }
+        };
+        assert_eq!(blamed(""), None);
+        assert_eq!(blamed("aaa"), None);
+        assert_eq!(blamed("ab"), Some((3, 4)));
+        assert_eq!(blamed("baa"), Some((4, 3)));
+        assert_eq!(blamed("aba"), Some((3, 4)));
+        assert_eq!(blamed("abab"), Some((3, 4)));
+        assert_eq!(blamed("abcc"), Some((5, 3)));
     }
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 /// How the elements of several ranks become one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ReduceOp {
     /// Addition, in ascending group rank: `((x0 + x1) + x2) + ...` in f32 for 16-bit floats.
     /// Integers wrap around.

@@ -1,6 +1,6 @@
 //! What can go wrong between ranks.
 
-use crate::{Axis, DType, Degrees, Wait};
+use crate::{Axis, DType, Degrees, Rank, Wait};
 use std::time::Duration;
 
 /// The result of an operation of this crate.
@@ -45,11 +45,11 @@ pub enum Error {
         group: String,
         /// Which operation of the group, counted from 0.
         sequence: u64,
-        /// World rank that came first.
+        /// World rank that made the call of most members.
         first: usize,
         /// Its operation, element type, length and reduction or root.
         first_call: String,
-        /// World rank that came with another operation.
+        /// World rank that made another call, and is to blame.
         second: usize,
         /// Its operation.
         second_call: String,
@@ -266,6 +266,18 @@ pub enum Error {
         /// Why not, and what does.
         reason: String,
     },
+}
+
+impl Error {
+    /// The rank to blame where another one may meet the error.
+    pub(crate) fn culprit(&self) -> Option<Rank> {
+        match self {
+            Self::Mismatch { second: rank, .. }
+            | Self::BadBuffer { rank, .. }
+            | Self::Aborted { by: rank, .. } => Some(Rank(*rank)),
+            _ => None,
+        }
+    }
 }
 
 /// A number of ranks.

@@ -61,7 +61,8 @@
 //!   or later call on the others returns [`Error::Aborted`], which names the culprit. A peer that
 //!   never comes is an [`Error::Timeout`], which names the waiting and the missing ranks.
 //! - **No call is mistaken for another.** Members that call different operations, types or lengths
-//!   get [`Error::Mismatch`] with both sides.
+//!   get [`Error::Mismatch`] with both sides. The call of most members counts as right, and the
+//!   first member with another one as the culprit.
 //! - **A started operation owns its buffer** until [`Pending::wait`] gives it back, once.
 //! - **No hidden state.** Worlds are values: two of them fit in one process. Only
 //!   [`Launch::from_env`] (under [`init`]) reads the environment. With the features `candle`

@@ -31,7 +31,7 @@ pub(crate) use wire::{NoPort, Port, Unreachable, Wire};
 use crate::{
     Buffer, Error, Message, Rank, Result,
     bell::lock,
-    call::Fingerprint,
+    call::{Fingerprint, grace},
     control::{
         Control, State,
         poll::{self, Interest, Waker},
@@ -117,6 +117,9 @@ struct Mill {
     links: Vec<Option<Link>>,
     ops: BTreeMap<OpKey, Op>,
     early: BTreeMap<(OpKey, usize), Early>,
+    /// Operations of which members have made different calls, and how long the others are waited
+    /// for.
+    disputes: Vec<(OpKey, Instant)>,
     spares: Spares,
     packets: Packets,
     spins: bool,
@@ -142,6 +145,7 @@ impl Mill {
             ends_together: woven.ends_together,
             ops: BTreeMap::new(),
             early: BTreeMap::new(),
+            disputes: Vec::new(),
             spares: Spares::default(),
             packets: Packets::default(),
             has_ended: false,
@@ -156,7 +160,10 @@ impl Mill {
 
     /// Does what can be done, after a sleep until there is something.
     fn turn(&mut self, port: &mut dyn Port) {
-        let readable = self.poll(port.longest_sleep().unwrap_or(SLEEP));
+        let longest = port.longest_sleep().unwrap_or(SLEEP);
+        let due = self.disputes.iter().map(|(_, due)| *due).min();
+        let due = due.map(|due| due.saturating_duration_since(Instant::now()));
+        let readable = self.poll(due.unwrap_or(longest).min(longest));
         self.counter.waker.rest();
         if self.state.verdict().is_some() {
             self.forget_all();
@@ -185,6 +192,7 @@ impl Mill {
                 self.read(rank);
             }
         }
+        self.settle_disputes();
         for rank in 0..self.links.len() {
             self.write(rank);
         }
@@ -254,6 +262,7 @@ impl Mill {
     fn forget_all(&mut self) {
         self.ops.clear();
         self.early.clear();
+        self.disputes.clear();
         for link in self.links.iter_mut().flatten() {
             link.drop_queue();
             link.is_open = false;
@@ -365,9 +374,10 @@ impl Mill {
             return;
         };
         if op.fingerprint != fingerprint {
-            let error = mismatch(op, member, &fingerprint);
-            let slot = Arc::clone(&op.slot);
-            return self.fail_op(&slot, error);
+            op.note_other_call(member, fingerprint);
+            return self
+                .disputes
+                .push((key, Instant::now() + grace(self.state.timeout)));
         }
         op.note_call(member);
         if !data.is_empty() {
@@ -381,6 +391,23 @@ impl Mill {
         if piece.len > EAGER_BYTES {
             let group = Arc::clone(&op.group);
             self.push_piece(key, &group, member, Kind::First, 0, piece);
+        }
+    }
+
+    /// Ends the operations of which members have made different calls, once all have called or have
+    /// had time to.
+    fn settle_disputes(&mut self) {
+        let now = Instant::now();
+        for (key, due) in mem::take(&mut self.disputes) {
+            let Some(op) = self.ops.get(&key) else {
+                continue;
+            };
+            if now < due && !op.have_all_called() {
+                self.disputes.push((key, due));
+            } else if let Err(error) = op.compare_calls() {
+                let slot = Arc::clone(&op.slot);
+                self.fail_op(&slot, error);
+            }
         }
     }
 
@@ -442,13 +469,10 @@ impl Mill {
 
     /// An operation of this process fails, and the world with it.
     fn fail_op(&self, slot: &Slot, error: Error) {
-        let culprit = match &error {
-            Error::Mismatch { second, .. } => Rank(*second),
-            _ => self.state.rank,
-        };
-        let reason = error.to_string();
+        let culprit = error.culprit().unwrap_or(self.state.rank);
+        slot.leave(error.clone());
+        self.control.fail_soon(culprit, &error.to_string());
         slot.finish(Err(error));
-        self.control.fail_soon(culprit, &reason);
     }
 
     /// Queues a message; a long one sends its elements from where they lie.
@@ -565,23 +589,4 @@ fn put(op: &mut Op, member: usize, second: bool, start: usize, data: &[u8]) -> R
     })?;
     op.note_bytes(member, second, len);
     Ok(())
-}
-
-/// The error of two members that call different operations, the lower rank first.
-fn mismatch(op: &Op, member: usize, other: &Fingerprint) -> Error {
-    let members = op.group.members();
-    let mut sides = [
-        (members[op.group.me].0, op.fingerprint.to_string()),
-        (members[member].0, other.to_string()),
-    ];
-    sides.sort();
-    let [(first, first_call), (second, second_call)] = sides;
-    Error::Mismatch {
-        group: op.group.describe(),
-        sequence: op.sequence,
-        first,
-        first_call,
-        second,
-        second_call,
-    }
 }

@@ -110,8 +110,16 @@ fn weave(
     let mut streams = mesh::connect(state, control, *nonce, peers, data)?;
     #[cfg(target_os = "linux")]
     if options.shared_memory {
-        desk.share(state, *nonce, hosts, &mut streams)
-            .map_err(lacks("shared memory"))?;
+        let shared = desk.share(state, *nonce, hosts, &mut streams);
+        shared.map_err(|handover::Unreachable { rank: other, error }| {
+            if other == rank {
+                return lacks("shared memory")(error);
+            }
+            Error::Aborted {
+                by: other.0,
+                reason: format!("no memory could be shared with it: {error}"),
+            }
+        })?;
     }
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let woven = Woven {

@@ -114,8 +114,11 @@ const GONE: &str = "its process ended without a goodbye";
 
 const STRANGE: &str = "it sent bytes that no rank sends";
 
-/// Most waits of other ranks that a verdict lists, so that it fits a frame in any world.
+/// Most waits of other ranks that a verdict lists.
 const MOST_OTHERS: usize = 64;
+
+/// Most missing ranks in the waits of a verdict, so that it fits a frame in any world.
+const MOST_MISSING: usize = 8192;
 
 /// What the hub knows of another rank.
 struct Spoke {
@@ -309,6 +312,11 @@ impl Hub {
         let mut others: Vec<Wait> = all.filter(|other| other.rank != from).collect();
         let culprit = culprit(&wait, &others);
         others.truncate(MOST_OTHERS);
+        let mut listed = wait.missing.len();
+        others.retain(|other| {
+            listed += other.missing.len();
+            listed <= MOST_MISSING
+        });
         let error = Error::Timeout {
             after,
             wait: Box::new(wait),

@@ -163,9 +163,13 @@ impl Communicator for Handle {
         Ok(Pending::polled(
             move || slot.is_done() || watching.state.verdict().is_some(),
             move || {
-                session.wait(&awaited)?;
+                let waited = session.wait(&awaited);
+                // An error of its own says more than that of the world, which follows from it.
                 let result = awaited.slot.take();
-                result.expect("a pending value is waited for once, and the result is there")
+                result.unwrap_or_else(|| {
+                    waited?;
+                    unreachable!("a pending value is waited for once, and the result is there")
+                })
             },
         ))
     }

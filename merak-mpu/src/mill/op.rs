@@ -8,7 +8,7 @@ use super::{
 use crate::{
     Buffer, Error, Rank, ReduceOp, Result,
     bell::lock,
-    call::{Call, Fingerprint},
+    call::{Call, Fingerprint, compare},
     group::describe,
     kernel,
     mailbox::Mailbox,
@@ -110,6 +110,11 @@ impl Slot {
         }
     }
 
+    /// Leaves an error for the thread that waits, before the world fails and wakes it.
+    pub(super) fn leave(&self, error: Error) {
+        lock(&self.result).get_or_insert(Err(error));
+    }
+
     pub(super) fn finish(&self, result: Result<Box<dyn Buffer>>) {
         lock(&self.result).get_or_insert(result);
         self.is_done.store(true, Ordering::Release);
@@ -161,6 +166,8 @@ pub(super) struct Op {
     /// Words, so that every element type is aligned; at least as many as the moves need.
     stage: Vec<i64>,
     called: Vec<bool>,
+    /// Members that have called something else.
+    others: Vec<(usize, Fingerprint)>,
     /// By member, the bytes of its first and its second move that have come.
     first: Vec<usize>,
     second: Vec<usize>,
@@ -188,6 +195,7 @@ impl Op {
             output: moves.output_len.map(|len| packets.take_like(&*input, len)),
             stage: spares.take(moves.stage_bytes.div_ceil(size_of::<i64>())),
             called: vec![false; n],
+            others: Vec::new(),
             first: vec![0; n],
             second: vec![0; n],
             folded: 0,
@@ -298,6 +306,32 @@ impl Op {
         self.called[member] = true;
         self.slot.progress[member].fetch_max(CALLED, Ordering::Release);
         self.note_arrival(member);
+    }
+
+    /// Notes that a member has called something else.
+    pub(super) fn note_other_call(&mut self, member: usize, fingerprint: Fingerprint) {
+        self.slot.progress[member].fetch_max(CALLED, Ordering::Release);
+        self.others.push((member, fingerprint));
+    }
+
+    /// Whether the calls of all members are known.
+    pub(super) fn have_all_called(&self) -> bool {
+        let same = self.called.iter().filter(|called| **called).count();
+        same + self.others.len() == self.called.len()
+    }
+
+    /// Compares the calls that are known.
+    pub(super) fn compare_calls(&self) -> Result<()> {
+        let members = self.group.members();
+        let same = (0..members.len()).filter(|member| self.called[*member]);
+        let mut calls: Vec<_> = same
+            .map(|member| (members[member], &self.fingerprint))
+            .collect();
+        let others = self.others.iter();
+        calls.extend(others.map(|(member, other)| (members[*member], other)));
+        calls.sort_by_key(|(rank, _)| *rank);
+        let group = (self.group.key.0.as_str(), members);
+        compare(group, self.sequence, &calls, ToString::to_string)
     }
 
     /// Where the next `len` bytes of a member's first or second move go.
@@ -440,6 +474,7 @@ impl Op {
         let mut arrived = others.map(|rank| self.slot.progress[rank].load(Ordering::Relaxed));
         let Moves { fold, relay, .. } = &self.moves;
         self.unsent == 0
+            && self.others.is_empty()
             && arrived.all(|progress| progress == ARRIVED)
             && fold.is_none_or(|fold| self.folded == fold.own.len)
             && relay.is_none_or(|relay| self.folded == relay.part.len)

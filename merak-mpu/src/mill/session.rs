@@ -88,7 +88,12 @@ impl Session {
         });
         if let Err(error) = &session {
             // The others hear of it, and the control thread ends.
-            control.fail(rank, &error.to_string());
+            match error {
+                Error::Aborted { by, reason } if *by != rank.0 => {
+                    control.suspect(Rank(*by), reason);
+                }
+                error => control.fail(rank, &error.to_string()),
+            }
             control.leave(false);
         }
         session

@@ -176,7 +176,7 @@ impl Conductor {
     /// Ends a job, and the world, for an error.
     fn give_up(&self, job: Job, error: Error) {
         // The caller finds this error, and no other that follows from it.
-        job.slot.finish(Err(error.clone()));
+        job.slot.leave(error.clone());
         self.core.fail(&error);
         job.end(Err(error));
         self.core.bell.ring();

@@ -9,10 +9,12 @@ use super::{
 use crate::{
     Buffer, Error, Failure, Member, Result, Wait,
     bell::{Bell, lock},
+    call::grace,
 };
 use std::{
     fmt,
     sync::{Arc, Condvar, Mutex},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -95,8 +97,17 @@ impl Core {
         })
     }
 
-    /// Fails the world for an error of this rank.
+    /// Fails the world for an error of this rank, or of a rank that meets the same error, which
+    /// gets time to say so itself.
     pub(super) fn fail(&self, error: &Error) {
+        let start = Instant::now();
+        let is_elsewhere = error.culprit().is_some_and(|it| it != self.inner.rank());
+        while is_elsewhere
+            && self.inner.failure().is_none()
+            && start.elapsed() < grace(self.timeout)
+        {
+            thread::sleep(Duration::from_millis(1));
+        }
         self.inner.abort(&error.to_string());
     }
 
@@ -104,10 +115,13 @@ impl Core {
     pub(super) fn wait(&self, slot: &Slot, describe: &dyn Fn() -> Wait) -> Result<Outcome> {
         let deadline = Instant::now() + self.timeout;
         loop {
-            if let Some(result) = slot.take() {
+            let failure = self.failure();
+            if (slot.is_done() || failure.is_some())
+                && let Some(result) = slot.take()
+            {
                 return result;
             }
-            if let Some(error) = self.failure() {
+            if let Some(error) = failure {
                 return Err(error);
             }
             if Instant::now() >= deadline {

@@ -77,6 +77,11 @@ pub(super) struct Slot {
 }
 
 impl Slot {
+    /// Leaves an error for the thread that waits, before the world fails and wakes it.
+    pub(super) fn leave(&self, error: Error) {
+        lock(&self.result).get_or_insert(Err(error));
+    }
+
     pub(super) fn finish(&self, result: Result<Outcome>) {
         lock(&self.result).get_or_insert(result);
         self.is_done.store(true, Ordering::Release);

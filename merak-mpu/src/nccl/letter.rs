@@ -3,9 +3,8 @@
 use super::{calls::UniqueId, order::Stamp};
 use crate::{
     Buffer, DType, Error, Message, Packet, Rank, Result,
-    call::Fingerprint,
+    call::{self, Fingerprint},
     control::wire::{Decoder, Encoder, Malformed},
-    group::describe,
     hash::fnv1a,
     into_vec,
 };
@@ -36,22 +35,13 @@ pub(super) fn call(fingerprint: &Fingerprint) -> Vec<u8> {
 
 /// Compares what all members say of the n-th call of their group.
 pub(super) fn compare(calls: &[u8], name: &str, members: &[Rank], sequence: u64) -> Result<()> {
-    let said = |place: usize| &calls[place * CALL_BYTES..(place + 1) * CALL_BYTES];
-    let text = |place: usize| {
-        let text = said(place)[8..].split(|byte| *byte == 0).next();
+    let text = |call: &[u8]| {
+        let text = call[8..].split(|byte| *byte == 0).next();
         String::from_utf8_lossy(text.unwrap_or_default()).into_owned()
     };
-    match (1..members.len()).find(|place| said(*place) != said(0)) {
-        None => Ok(()),
-        Some(odd) => Err(Error::Mismatch {
-            group: describe(name, members),
-            sequence,
-            first: members[0].0,
-            first_call: text(0),
-            second: members[odd].0,
-            second_call: text(odd),
-        }),
-    }
+    let calls = members.iter().zip(calls.chunks(CALL_BYTES));
+    let calls: Vec<_> = calls.map(|(rank, call)| (*rank, call)).collect();
+    call::compare((name, members), sequence, &calls, |call| text(call))
 }
 
 /// A stamp on its way, with the name of the communicator where the receiver may not have it.

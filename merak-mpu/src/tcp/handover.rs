@@ -4,6 +4,7 @@
 //! with sockets: the higher rank says so on the connection that both have already.
 
 use super::{shared::Shared, stream::Stream};
+pub(super) use crate::mill::Unreachable;
 use crate::{Rank, control::State, mill::Wire};
 use rustix::{
     fd::OwnedFd,
@@ -45,26 +46,40 @@ impl Desk {
     }
 
     /// Shares memory with every other process of this host that is within reach.
+    ///
+    /// # Errors
+    /// [`Unreachable`] with the rank that broke off or does not come, or with this one where the
+    /// system has no memory to share.
     pub(super) fn share(
         &self,
         state: &State,
         nonce: u64,
         hosts: &[usize],
         streams: &mut [Option<Stream>],
-    ) -> io::Result<()> {
+    ) -> Result<(), Unreachable> {
         let own = state.rank;
         let here = |rank: &usize| hosts[*rank] == hosts[own.0];
         for rank in (0..own.0).filter(here) {
             let Some(other) = &mut streams[rank] else {
                 continue;
             };
-            match UnixStream::connect_addr(&name(nonce, Rank(rank))?) {
-                Ok(stream) => other.share(hand_over(stream, own)?),
+            let away = |error| Unreachable {
+                rank: Rank(rank),
+                error,
+            };
+            let address = name(nonce, Rank(rank)).map_err(away)?;
+            match UnixStream::connect_addr(&address) {
+                Ok(stream) => {
+                    let here = |error| Unreachable { rank: own, error };
+                    let (shared, file) = Shared::create().map_err(here)?;
+                    hand_over(stream, own, &file).map_err(away)?;
+                    other.share(shared);
+                }
                 // A rank listens before it takes connections, so this one never will.
                 Err(error) => {
                     let error = error.to_string();
                     tracing::debug!(rank = own.0, peer = rank, error, "no memory is shared");
-                    other.write(&[NO_MEMORY])?;
+                    other.write(&[NO_MEMORY]).map_err(away)?;
                 }
             }
         }
@@ -78,51 +93,66 @@ impl Desk {
         state: &State,
         mut missing: Vec<usize>,
         streams: &mut [Option<Stream>],
-    ) -> io::Result<()> {
+    ) -> Result<(), Unreachable> {
         let deadline = Instant::now() + PATIENCE;
-        while !missing.is_empty() && state.verdict().is_none() {
+        let of = |rank| move |error| Unreachable { rank, error };
+        while state.verdict().is_none()
+            && let Some(first) = missing.first().copied()
+        {
             let mut stream = match self.0.accept() {
                 Ok((stream, _)) => stream,
-                Err(error)
-                    if error.kind() == ErrorKind::WouldBlock && Instant::now() < deadline =>
-                {
-                    missing.retain(|rank| !streams[*rank].as_mut().is_some_and(has_no_memory));
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    if Instant::now() >= deadline {
+                        let late = format!("it has shared no memory within {PATIENCE:?}");
+                        return Err(io::Error::new(ErrorKind::TimedOut, late))
+                            .map_err(of(Rank(first)));
+                    }
+                    let mut first_end = Ok(());
+                    missing.retain(|rank| match streams[*rank].as_mut().map(has_no_memory) {
+                        Some(Ok(has_none)) => !has_none,
+                        Some(Err(error)) => {
+                            first_end = Err(of(Rank(*rank))(error));
+                            true
+                        }
+                        None => false,
+                    });
+                    first_end?;
                     thread::sleep(Duration::from_millis(1));
                     continue;
                 }
-                Err(error) => return Err(error),
+                Err(error) => return Err(of(state.rank)(error)),
             };
-            stream.set_read_timeout(Some(PATIENCE))?;
+            let patience = stream.set_read_timeout(Some(PATIENCE));
+            patience.map_err(of(state.rank))?;
             // A stranger does not know the name, and has no such file.
             let Ok((rank, file)) = receive_file(&stream) else {
                 continue;
             };
             if let Some(place) = missing.iter().position(|other| *other == rank.0) {
-                missing.swap_remove(place);
+                missing.remove(place);
                 if let Some(other) = &mut streams[rank.0] {
-                    other.share(Shared::open(&file)?);
+                    other.share(Shared::open(&file).map_err(of(state.rank))?);
                 }
-                stream.write_all(&[1])?;
+                stream.write_all(&[1]).map_err(of(rank))?;
             }
         }
         Ok(())
     }
 }
 
-/// Makes memory and gives it to the process on the other side.
-fn hand_over(mut stream: UnixStream, own: Rank) -> io::Result<Shared> {
+/// Gives memory to the process on the other side.
+fn hand_over(mut stream: UnixStream, own: Rank, file: &OwnedFd) -> io::Result<()> {
     stream.set_read_timeout(Some(PATIENCE))?;
-    let (shared, file) = Shared::create()?;
-    send_file(&stream, own, &file)?;
-    stream.read_exact(&mut [0])?;
-    Ok(shared)
+    send_file(&stream, own, file)?;
+    stream.read_exact(&mut [0])
 }
 
 /// Whether the process on the other side says that it shares no memory. It says nothing else before
 /// it does.
-fn has_no_memory(stream: &mut Stream) -> bool {
-    // An end or an error is the world's, which the control plane tells.
-    matches!(stream.read(&mut [0]), Ok(Some(1)))
+fn has_no_memory(stream: &mut Stream) -> io::Result<bool> {
+    let read = stream.read(&mut [0])?;
+    let read = read.ok_or_else(|| io::Error::new(ErrorKind::UnexpectedEof, "it ended"))?;
+    Ok(read == 1)
 }
 
 fn send_file(stream: &UnixStream, own: Rank, file: &OwnedFd) -> io::Result<()> {
@@ -156,5 +186,38 @@ fn receive_file(stream: &UnixStream) -> io::Result<(Rank, OwnedFd)> {
             Ok((Rank(rank), file))
         }
         _ => Err(ErrorKind::InvalidData.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{Ipv4Addr, TcpListener, TcpStream};
+
+    /// What a rank of two says whose peer connects and then ends.
+    fn left_alone(own: usize, nonce: u64) -> Unreachable {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut streams = [None, None];
+        streams[1 - own] = Some(Stream::new(listener.accept().unwrap().0).unwrap());
+        let desk = Desk::open(nonce, Rank(own)).unwrap();
+        let state = State::new(Rank(own), 2, Duration::from_secs(5), Instant::now());
+        drop(peer);
+        desk.share(&state, nonce, &[0, 0], &mut streams)
+            .unwrap_err()
+    }
+
+    #[test]
+    fn a_peer_that_ends_while_memory_is_shared_is_to_blame() {
+        let nonce = 0x7e57_0000 + u64::from(std::process::id());
+        let other = Desk::open(nonce, Rank(0)).unwrap();
+        let thread = thread::spawn(move || {
+            while other.0.accept().is_err() {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        assert_eq!(left_alone(1, nonce).rank, Rank(0));
+        thread.join().unwrap();
+        assert_eq!(left_alone(0, nonce + (1 << 32)).rank, Rank(1));
     }
 }

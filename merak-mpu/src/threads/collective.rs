@@ -7,6 +7,7 @@
 use super::plan::{ChunkPlan, Footprint};
 use crate::{Buffer, DType, bell::lock, call::Fingerprint};
 use std::{
+    collections::BTreeMap,
     hint, mem,
     sync::{
         Mutex, OnceLock,
@@ -28,8 +29,8 @@ struct Deposit {
 /// ```
 pub(super) struct Collective {
     fingerprint: Fingerprint,
-    /// Group rank that came first, with this fingerprint.
-    first: usize,
+    /// Members that have called something else.
+    others: Mutex<Vec<(usize, Fingerprint)>>,
     deposits: Mutex<Vec<Option<Deposit>>>,
     full: AtomicBool,
     led: AtomicBool,
@@ -46,11 +47,11 @@ pub(super) struct Unopened {
 }
 
 impl Collective {
-    /// Starts gathering for `n` members; `first` is the group rank that came first.
-    pub(super) fn new(fingerprint: Fingerprint, first: usize, n: usize) -> Self {
+    /// Starts gathering for `n` members, the first of which has this fingerprint.
+    pub(super) fn new(fingerprint: Fingerprint, n: usize) -> Self {
         Self {
             fingerprint,
-            first,
+            others: Mutex::default(),
             deposits: Mutex::new((0..n).map(|_| None).collect()),
             full: AtomicBool::new(false),
             led: AtomicBool::new(false),
@@ -60,9 +61,35 @@ impl Collective {
         }
     }
 
-    /// The member that came first, and what it called.
-    pub(super) fn first(&self) -> (usize, &Fingerprint) {
-        (self.first, &self.fingerprint)
+    /// Its name, as in `all_reduce`.
+    pub(super) fn name(&self) -> &'static str {
+        self.fingerprint.call.name()
+    }
+
+    /// Whether a call is that of the member that came first.
+    pub(super) fn is_called(&self, call: &Fingerprint) -> bool {
+        self.fingerprint == *call
+    }
+
+    /// Notes that a member has called something else.
+    pub(super) fn note_other_call(&self, rank: usize, call: Fingerprint) {
+        lock(&self.others).push((rank, call));
+    }
+
+    /// Whether the calls of all members are known.
+    pub(super) fn have_all_called(&self) -> bool {
+        self.missing().len() == lock(&self.others).len()
+    }
+
+    /// The calls that are known, by group rank.
+    pub(super) fn calls(&self) -> impl Iterator<Item = (usize, Fingerprint)> {
+        let mut calls: BTreeMap<_, _> = lock(&self.others).iter().cloned().collect();
+        for (rank, deposit) in lock(&self.deposits).iter().enumerate() {
+            if deposit.is_some() {
+                calls.insert(rank, self.fingerprint.clone());
+            }
+        }
+        calls.into_iter()
     }
 
     /// Leaves the buffer of member `rank`, whose fingerprint is that of the first. Returns whether

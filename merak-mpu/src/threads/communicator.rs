@@ -4,7 +4,7 @@ use super::{collective::Collective, wait, world::World};
 use crate::{
     Buffer, Communicator, Error, Message, Pending, Rank, Result, Started, Turn, Wait,
     bell::{Bell, lock},
-    call::{Call, Fingerprint},
+    call::{self, Call, Fingerprint, grace},
     group::describe,
     mailbox::Mailbox,
 };
@@ -15,6 +15,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
+    time::Instant,
 };
 
 /// Shared by the members of a group.
@@ -93,27 +94,27 @@ impl Seat {
         describe(&self.group.name, &self.group.members)
     }
 
-    /// Fails the world when this member calls something else than the first did.
+    /// Fails the world when members call different operations.
     fn compare(&self, collective: &Collective, sequence: u64, own: &Fingerprint) -> Result<()> {
-        let (first, expected) = collective.first();
-        if own == expected {
+        if collective.is_called(own) {
             return Ok(());
         }
-        let error = Error::Mismatch {
-            group: self.describe_group(),
-            sequence,
-            first: self.group.members[first].0,
-            first_call: expected.to_string(),
-            second: self.world_rank().0,
-            second_call: own.to_string(),
-        };
-        self.fail(&error);
-        Err(error)
+        collective.note_other_call(self.rank, own.clone());
+        let deadline = Instant::now() + grace(self.world.timeout());
+        let is_settled = || self.world.check().is_err() || collective.have_all_called();
+        self.group.bell.sleep(deadline, &is_settled);
+        let members = &self.group.members;
+        let calls = collective.calls();
+        let calls: Vec<_> = calls.map(|(rank, call)| (members[rank], call)).collect();
+        let group = (self.group.name.as_str(), members.as_slice());
+        let compared = call::compare(group, sequence, &calls, Fingerprint::to_string);
+        compared.inspect_err(|error| self.fail(error))
     }
 
     fn fail(&self, error: &Error) {
-        let rank = self.world_rank().0;
-        self.world.fail(rank, rank, &error.to_string());
+        let rank = self.world_rank();
+        let culprit = error.culprit().unwrap_or(rank);
+        self.world.fail(culprit.0, rank.0, &error.to_string());
     }
 
     fn finish(&self, collective: &Collective, sequence: u64) -> Result<Box<dyn Buffer>> {
@@ -156,7 +157,7 @@ impl Seat {
                 let missing = collective.missing();
                 Wait {
                     rank: self.world_rank(),
-                    op: collective.first().1.call.name().to_owned(),
+                    op: collective.name().to_owned(),
                     group: self.describe_group(),
                     sequence,
                     missing: missing
@@ -228,7 +229,7 @@ impl Communicator for Handle {
             let mut gathering = lock(&group.gathering);
             let collective = gathering.entry(sequence).or_insert_with(|| {
                 let n = group.members.len();
-                Arc::new(Collective::new(fingerprint.clone(), *rank, n))
+                Arc::new(Collective::new(fingerprint.clone(), n))
             });
             Arc::clone(collective)
         };

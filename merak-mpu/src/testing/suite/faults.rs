@@ -26,6 +26,9 @@ pub fn faults(n: usize, make: impl Fn(usize, Duration) -> Vec<Member>) {
     a_rank_that_ends_is_missed_at_once(make(n, LONG), culprit);
     a_rank_that_never_comes_is_named_at_the_deadline(make(n, SHORT), culprit);
     different_calls_are_an_error_on_every_rank(make(n, LONG), culprit);
+    if n > 2 {
+        different_calls_are_an_error_on_every_rank(make(n, LONG), 0);
+    }
 }
 
 /// Runs a `body` that fails, and returns what the run said.
@@ -123,6 +126,8 @@ fn different_calls_are_an_error_on_every_rank(members: Vec<Member>, culprit: usi
         let message = error.to_string();
         assert!(message.contains("all_reduce(sum) of 3 f32"), "{message}");
         assert!(message.contains("all_reduce(sum) of 4 f32"), "{message}");
+        let failure = member.failure().expect("the world has failed");
+        assert_eq!(failure.culprit, culprit, "the rank to blame: {message}");
         Err(error)
     });
     let RunError::Failed { cause, .. } = failure else {
