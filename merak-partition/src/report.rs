@@ -4,12 +4,10 @@ mod modules;
 mod table;
 
 use crate::{Error, ParamBytes, Partition, RankPrograms, Result, memory::total};
-use merak_trace::{
-    Graph, Hop, Phase, RecomputePlan, Source, StageProgram, TiedParam, ValueId, op::Cost,
-};
+use merak_trace::{Graph, Hop, Phase, RecomputePlan, StageProgram, TiedParam, op::Cost};
 use modules::ModuleRanges;
 use serde::Serialize;
-use std::{collections::BTreeSet, sync::Arc};
+use std::sync::Arc;
 
 /// Facts of a run that the report needs.
 #[derive(Debug, Clone, PartialEq)]
@@ -201,7 +199,7 @@ fn of_program(
         .sum();
     let alone = RankPrograms::of(vec![(0, Arc::clone(program))]);
     let held = options.param_bytes.held(alone.sums());
-    let kept_bytes = kept_bytes(program);
+    let kept_bytes = program.live_bytes().kept;
     StageReport {
         stage: 0,
         rank: 0,
@@ -240,28 +238,6 @@ fn activation_bytes(hops: &[Hop]) -> usize {
 fn gradient_bytes(hops: &[Hop]) -> usize {
     let with_grad = hops.iter().filter(|hop| hop.grad.is_some());
     total(with_grad.map(|hop| hop.ty.size_bytes()))
-}
-
-/// Bytes of received, loaded and computed values of the forward that a later phase reads.
-fn kept_bytes(program: &StageProgram) -> usize {
-    let graph = &program.graph;
-    let given: BTreeSet<_> = program
-        .recv
-        .iter()
-        .map(|hop| hop.value)
-        .chain(program.inputs.iter().map(|port| port.value))
-        .collect();
-    let of_forward = |value: &ValueId| match graph.value(*value).source {
-        Source::Node { node, .. } => program.phases[node.index()] == Phase::Forward,
-        Source::Input(_) => given.contains(value),
-        Source::Param(_) => false,
-    };
-    let read = program
-        .backward
-        .iter()
-        .flat_map(|&id| &graph.node(id).inputs);
-    let kept: BTreeSet<_> = read.copied().filter(of_forward).collect();
-    total(kept.into_iter().map(|value| graph.ty(value).size_bytes()))
 }
 
 fn tied(param: TiedParam, rank: impl Fn(usize) -> usize) -> TiedReport {

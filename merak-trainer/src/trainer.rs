@@ -19,14 +19,13 @@ mod step;
 mod times;
 
 use self::{
-    callback::Stop,
     course::{Course, batch_shape},
     divergence::DivergenceGuard,
     progress::{Records, RunProgress},
     saving::Saving,
 };
 pub use best::BestModel;
-pub use callback::{Callback, TrainerControl};
+pub use callback::{Callback, Stop, TrainerControl};
 pub use checkpoint::LoadedCheckpoint;
 pub use divergence::{Divergence, Rollback};
 pub use early_stopping::EarlyStopping;
@@ -126,12 +125,8 @@ pub struct TrainOutput {
     pub train_steps_per_second: f64,
     /// Tokens per second of this time.
     pub train_tokens_per_second: f64,
-    /// The signal that ended training early.
-    pub stopped_by: Option<i64>,
-    /// The lowest rank that got this signal.
-    pub stopped_on: Option<usize>,
-    /// Whether a callback or `early_stopping_patience` ended training before its last step.
-    pub stopped_early: bool,
+    /// Why training ended before its last step, where it did.
+    pub stopped_by: Option<Stop>,
     /// The evaluation of the last step that was made, if it was evaluated.
     pub evaluation: Option<EvaluationMetrics>,
     /// The checkpoint whose weights the trainer now has, with `load_best_model_at_end`; the
@@ -442,13 +437,10 @@ impl MerakTrainer {
             let told = self.report_times(stop.is_some() || self.progress.is_done());
             self.placed(StepPart::Train, self.progress.global_step, told)?;
         }
-        let signal = match stop {
-            Some(Stop::Signal { signal, rank }) => Some((signal, rank)),
-            _ => None,
-        };
+        let is_signal = matches!(stop, Some(Stop::Signal { .. }));
         // A run without steps left does not replace the checkpoint that it came from.
         self.end_saving(self.progress.global_step > first_step)?;
-        let best = if self.args.load_best_model_at_end && signal.is_none() {
+        let best = if self.args.load_best_model_at_end && !is_signal {
             self.load_best()?
         } else {
             None
@@ -470,9 +462,7 @@ impl MerakTrainer {
             train_samples_per_second: per_second((steps * self.args.global_batch()) as f64),
             train_steps_per_second: per_second(steps as f64),
             train_tokens_per_second: per_second(tally.tokens as f64),
-            stopped_by: signal.map(|(signal, _)| signal),
-            stopped_on: signal.map(|(_, rank)| rank),
-            stopped_early: stop == Some(Stop::Asked),
+            stopped_by: stop,
             evaluation,
             best,
         })

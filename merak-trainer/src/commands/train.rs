@@ -11,7 +11,7 @@ use merak_pipe::Timeline;
 use merak_trace::models::Objective;
 use merak_trainer::{
     Callback, CheckedArguments, Config, Error, FolderError, Given, LoadedCheckpoint, MerakTrainer,
-    Origin, Result, RunFolder, TrainOutput, TrainerParts, World, chain,
+    Origin, Result, RunFolder, Stop, TrainOutput, TrainerParts, World, chain,
     metrics::{EvaluationMetrics, Percent, Progress, Ran, Reporter, Screen},
 };
 use signal_hook::low_level::signal_name;
@@ -90,7 +90,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     });
     let located = |error| config.locate(error);
     let Some(folder) = folder else {
-        return Ok(exit_code(outcome.map_err(located)?.stopped(), &stop));
+        return Ok(exit_code(outcome.map_err(located)?.stopped_by(), &stop));
     };
     let output_dir = prepared.args.run_folder()?;
     let ended = settle(outcome, &folder, &output_dir).map_err(located)?;
@@ -101,13 +101,13 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
         }
         Ended::HadNothingLeft(checkpoint) => output::print(run.nothing_left(checkpoint))?,
     }
-    Ok(exit_code(ended.stopped(), &stop))
+    Ok(exit_code(ended.stopped_by(), &stop))
 }
 
 /// The exit status of a run: that of the signal which ended it, if one did. Processes that have not
 /// got it themselves leave after the one that has, which a launcher then names.
-fn exit_code(stopped: Option<(i64, usize)>, seen: &AtomicI64) -> ExitCode {
-    let Some((signal, rank)) = stopped else {
+fn exit_code(stopped_by: Option<Stop>, seen: &AtomicI64) -> ExitCode {
+    let Some(Stop::Signal { signal, rank }) = stopped_by else {
         return ExitCode::SUCCESS;
     };
     if seen.load(Ordering::Relaxed) == 0 {
@@ -171,13 +171,10 @@ enum Ended {
 }
 
 impl Ended {
-    /// The signal that ended training early, and the rank that got it.
-    fn stopped(&self) -> Option<(i64, usize)> {
+    /// Why training ended early.
+    fn stopped_by(&self) -> Option<Stop> {
         match self {
-            Self::Trained(finished) => {
-                let output = &finished.output;
-                output.stopped_by.zip(output.stopped_on)
-            }
+            Self::Trained(finished) => finished.output.stopped_by,
             Self::HadNothingLeft(_) => None,
         }
     }
@@ -207,7 +204,7 @@ fn tell_steps(output: &TrainOutput, text: &mut String) {
         "\ntrained   {steps} ({:.2} epochs) in {seconds:.1} s, {speed:.0} tokens/s, mean loss {:.4}",
         output.epoch, output.training_loss
     );
-    if output.stopped_early {
+    if output.stopped_by == Some(Stop::Asked) {
         let _ = writeln!(
             text,
             "stopped   early, as \"early_stopping_patience\" or a callback asks"
@@ -307,7 +304,7 @@ impl Run<'_> {
         }
         let output = trainer.train()?;
         // After a signal there may be no time left.
-        let runs_on = output.stopped_by.is_none();
+        let runs_on = !matches!(output.stopped_by, Some(Stop::Signal { .. }));
         let is_open = output.evaluation.is_none() && output.best.is_none();
         let evaluation = if self.validates() && runs_on && is_open {
             Some(trainer.evaluate()?)

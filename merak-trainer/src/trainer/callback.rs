@@ -124,10 +124,15 @@ impl Callback for Arc<RunFolder> {
 
 /// Why training ends before its last step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stop {
-    /// The lowest rank that got the signal, which wins over other reasons.
-    Signal { signal: i64, rank: usize },
-    /// A callback asked for it.
+pub enum Stop {
+    /// A signal, which wins over other reasons.
+    Signal {
+        /// Its number.
+        signal: i64,
+        /// The lowest world rank that got it.
+        rank: usize,
+    },
+    /// A callback or `early_stopping_patience` asked for it.
     Asked,
 }
 

@@ -1,7 +1,7 @@
 //! What a run is told at its start of choices that cost more than they give.
 
 use crate::{
-    config::CheckedArguments,
+    config::{CheckedArguments, without_effect},
     plan::{kept_bytes, kept_under},
 };
 use merak_partition::{ParamBytes, ParamSums};
@@ -19,8 +19,8 @@ pub(super) fn warn(args: &CheckedArguments) {
             "with several pipeline stages every microbatch is reduced apart: zero_stage 1 sends less"
         );
     }
-    if !args.do_eval && args.eval_steps.is_some() {
-        tracing::warn!("\"eval_steps\" has no effect: \"do_eval\" is false");
+    for told in without_effect(args) {
+        tracing::warn!("{told}");
     }
     if args.data.streaming && args.do_eval && args.eval_steps.is_none() {
         tracing::warn!(

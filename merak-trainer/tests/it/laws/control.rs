@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use merak_ckpt::Store;
 use merak_trainer::{
-    Callback, EarlyStopping, EvaluationMetrics, MerakTrainer, StepReport, TrainerControl,
+    Callback, EarlyStopping, EvaluationMetrics, MerakTrainer, StepReport, Stop, TrainerControl,
 };
 use tempfile::tempdir;
 
@@ -67,8 +67,7 @@ fn what_a_callback_of_one_rank_asks_for_all_ranks_do() {
         };
         let ends = case.try_on_ranks_told(told, MerakTrainer::train);
         for end in ends.expect("all ranks train") {
-            assert_eq!((end.global_step, end.stopped_early), (6, true));
-            assert_eq!(end.stopped_by, None);
+            assert_eq!((end.global_step, end.stopped_by), (6, Some(Stop::Asked)));
         }
         let noted = notes.0.lock().unwrap().clone();
         let expected = ["evaluate 2", "save 2", "log 3", "save 4", "save 6"];
@@ -96,7 +95,7 @@ fn early_stopping_ends_a_run_on_every_topology_and_goes_on_waiting_when_resumed(
         let case = impatient().on(degrees).writing(folder.path());
         let ends = case.on_ranks(MerakTrainer::train);
         for end in &ends {
-            assert_eq!((end.global_step, end.stopped_early), (8, true));
+            assert_eq!((end.global_step, end.stopped_by), (8, Some(Stop::Asked)));
             assert_eq!(end.evaluation.as_ref().expect("of step 8").step, 8);
         }
     }
@@ -111,7 +110,7 @@ fn early_stopping_ends_a_run_on_every_topology_and_goes_on_waiting_when_resumed(
     assert_eq!((ends[0].global_step, ends[0].steps), (8, 2));
     // A run that has ended early has nothing left to do.
     let again = resumed.on_ranks(MerakTrainer::train);
-    assert!(again[0].stopped_early && again[0].steps == 0);
+    assert!(again[0].stopped_by == Some(Stop::Asked) && again[0].steps == 0);
     let patient = resumed.with("early_stopping_patience", 4);
     assert_eq!(patient.on_ranks(MerakTrainer::train)[0].global_step, 10);
 }
