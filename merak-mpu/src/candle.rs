@@ -27,6 +27,7 @@ use std::{
     any::Any,
     cell::RefCell,
     collections::BTreeMap,
+    fmt,
     ops::Range,
     sync::{Mutex, PoisonError},
 };
@@ -58,7 +59,6 @@ pub fn vars_by_name(vars: &Mutex<std::collections::HashMap<String, Var>>) -> BTr
 /// A contiguous tensor of the CPU as a buffer over the tensor's own memory.
 ///
 /// A closure reads or writes under the lock of the tensor's storage.
-#[derive(Debug)]
 pub struct TensorBuffer {
     /// Declared first: it ends while the storage that it names is alive.
     lent: Option<Lent>,
@@ -69,6 +69,16 @@ pub struct TensorBuffer {
     /// The strided tensor that gets the elements in the end, if they were written.
     strided: Option<Tensor>,
     written: bool,
+}
+
+/// Without the elements, for which candle would bring its printing of numbers.
+impl fmt::Debug for TensorBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TensorBuffer")
+            .field("dtype", &self.dtype)
+            .field("range", &self.range)
+            .finish_non_exhaustive()
+    }
 }
 
 impl TensorBuffer {

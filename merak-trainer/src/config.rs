@@ -42,7 +42,6 @@ use serde_json::Value;
 pub(crate) use self::checked::Host;
 pub(crate) use self::choice::one_of;
 pub(crate) use self::folders::RESOLVED;
-pub(crate) use self::idle::without_effect;
 pub(crate) use self::keys::given_list;
 use self::nearest::nearest_key;
 pub use self::{

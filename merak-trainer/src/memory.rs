@@ -10,6 +10,7 @@ use crate::{
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::{ForwardBytes, cached_bytes, forward_bytes};
+use merak_trace::models::Objective;
 use std::{fmt, iter};
 use threads::{mapped_bytes, touched_bytes};
 
@@ -221,8 +222,11 @@ impl Plan {
                 }
                 Workload::Generation { positions } => {
                     let first = programs(Forward::logits(1, FIRST_TOKENS, Some(FIRST_TOKENS)))?;
-                    // Without a cache, keys and values are computed again for each token.
-                    let kept = if args.use_cache { positions } else { 0 };
+                    // Without a cache, keys and values are computed again for each token, as those
+                    // of a decoder beside an encoder always are.
+                    let objective = self.draft.model.objective();
+                    let caches = args.use_cache && objective != Objective::SequenceToSequence;
+                    let kept = if caches { positions } else { 0 };
                     let cache = cached_bytes(&first).saturating_mul(kept.div_ceil(args.dp));
                     let mut bytes = forward_bytes(&first);
                     for more in [cache, self.gathered_bytes(args, rank)?] {

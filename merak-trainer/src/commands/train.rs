@@ -364,6 +364,9 @@ impl Run<'_> {
     /// another run, only gets a warning.
     fn foresee(&self, config: &Config, memory: Result<()>) -> Outcome {
         let mut text = String::new();
+        for told in self.args.without_effect() {
+            text += &output::fitted(&format!("warning: {told}"));
+        }
         let checkpoint = MerakTrainer::check_checkpoint(&self.plan, &self.args, &self.parts())
             .map_err(|error| config.locate(error))?;
         let from = checkpoint.as_ref().map(|from| from.global_step as u64);

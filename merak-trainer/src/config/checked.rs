@@ -9,6 +9,7 @@ use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
 use super::{
     choice::{BackendChoice, Device, Offload, PartitionMethod, RecomputeMode},
+    idle::without_effect,
     keys::MerakArguments,
     schedule::TrainSchedule,
 };
@@ -59,6 +60,12 @@ impl CheckedArguments {
         own.arguments.no_load_optim = false;
         own.arguments.ignore_data_skip = false;
         own
+    }
+
+    /// What is said of each key with another value than its default that has no effect, because of
+    /// the value of another one.
+    pub fn without_effect(&self) -> Vec<String> {
+        without_effect(&self.arguments)
     }
 
     /// The arguments as they were given.

@@ -113,7 +113,7 @@ const IDLE: &[Idle] = &[
 ];
 
 /// What is said of each key with another value than its default that has no effect.
-pub(crate) fn without_effect(args: &MerakArguments) -> Vec<String> {
+pub(super) fn without_effect(args: &MerakArguments) -> Vec<String> {
     let idle = IDLE.iter().filter(|(_, acts, _)| !acts(args));
     let changed = |name: &str| {
         let key = MerakArguments::KEYS.iter().find(|key| key.name == name);

@@ -12,7 +12,7 @@ use crate::{
     data::{DataFingerprint, DataPosition, TrainingOrder},
     error::{Error, PlanError, Result, StepPart},
     folder::{ADAPTER, ADAPTER_CONFIG, AUTO},
-    plan::BASE_NAME,
+    plan::{BASE_NAME, Plan},
 };
 use merak_ckpt::{
     Adapter, Checkpoint, DType, Draft, Header, Kind, Layout, Part, Piece, Region, Shard, Store,
@@ -121,16 +121,29 @@ pub struct LoadedCheckpoint {
     pub consumed_samples: usize,
     /// The degrees that saved it.
     pub topology: Topology,
+    /// Parameters of the model that the checkpoint lacks, which start at random: those of a new
+    /// classifier. Without those of an adapter.
+    pub fresh: Vec<String>,
+    /// Parameters of the checkpoint that the model does not use.
+    pub unused: Vec<String>,
 }
 
 impl LoadedCheckpoint {
-    pub(super) fn of(checkpoint: &Checkpoint, state: Option<&RunState>) -> Self {
+    pub(super) fn of(
+        checkpoint: &Checkpoint,
+        state: Option<&RunState>,
+        plan: &Plan,
+        args: &CheckedArguments,
+    ) -> Self {
         let header = &checkpoint.manifest().header;
+        let fresh = resume::Fresh::of(checkpoint, plan, args, state.is_none());
         Self {
             path: checkpoint.path().to_owned(),
             global_step: header.step as usize,
             consumed_samples: state.map_or(0, |state| state.position.samples),
             topology: header.topology,
+            fresh: fresh.names(plan),
+            unused: fresh.unused(plan),
         }
     }
 }
@@ -519,7 +532,8 @@ impl MerakTrainer {
             }
         }
         self.loader = None;
-        Ok(LoadedCheckpoint::of(checkpoint, state.as_ref()))
+        let (state, plan) = (state.as_ref(), &self.stages.plan);
+        Ok(LoadedCheckpoint::of(checkpoint, state, plan, &self.args))
     }
 
     /// Takes weights that were read. Parameters that the checkpoint lacks are drawn, or stay as

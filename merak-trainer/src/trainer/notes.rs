@@ -1,7 +1,7 @@
 //! What a run is told at its start of choices that cost more than they give.
 
 use crate::{
-    config::{CheckedArguments, without_effect},
+    config::CheckedArguments,
     plan::{kept_bytes, kept_under},
 };
 use merak_partition::{ParamBytes, ParamSums};
@@ -19,7 +19,7 @@ pub(super) fn warn(args: &CheckedArguments) {
             "with several pipeline stages every microbatch is reduced apart: zero_stage 1 sends less"
         );
     }
-    for told in without_effect(args) {
+    for told in args.without_effect() {
         tracing::warn!("{told}");
     }
     if args.data.streaming && args.do_eval && args.eval_steps.is_none() {

@@ -170,7 +170,7 @@ fn find_from(
             if state.is_some() && !args.finetune {
                 adapter_base(plan, &checkpoint);
             }
-            let mut found = LoadedCheckpoint::of(&checkpoint, state.as_ref());
+            let mut found = LoadedCheckpoint::of(&checkpoint, state.as_ref(), plan, args);
             if let Ok(folder) = args.run_folder() {
                 found.path = Contents::of(&folder)?.named(&found.path);
             }
@@ -340,16 +340,19 @@ fn check_model(
         })
     };
     let manifest = checkpoint.manifest();
-    let params = plan.graph.params();
-    let mut known = Vec::with_capacity(params.len());
     let fresh = Fresh::of(checkpoint, plan, args, is_release);
-    for param in params {
+    for param in plan.graph.params() {
         if fresh.has(param) {
             continue;
         }
         let name = stored_name(manifest, &param.name, is_release);
         let Some(entry) = manifest.tensor(&Kind::Parameter, &name) else {
-            return Err(other(format!("it has no parameter {}", param.name)));
+            let advice = if args.lora_config.is_some() && fresh.in_classifier(param) {
+                "; its module in the adapter's `modules_to_save` is trained, from random values"
+            } else {
+                ""
+            };
+            return Err(other(format!("it has no parameter {}{advice}", param.name)));
         };
         if entry.shape != param.full.shape {
             let found = format!("{} has shape {:?} there", param.name, entry.shape);
@@ -364,22 +367,17 @@ fn check_model(
         if !entry.dtype.is_float() {
             return Err(other(format!("{} is {} there", param.name, entry.dtype)));
         }
-        known.push(name);
     }
-    let is_known = |entry: &&TensorEntry| known.iter().any(|name| **name == entry.name);
-    let extra = manifest
-        .tensors_of(&Kind::Parameter)
-        .find(|entry| !is_known(entry));
-    match extra {
-        Some(extra) if is_release => {
+    match &*fresh.unused(plan) {
+        [extra, ..] if is_release => {
             tracing::warn!(
-                name = extra.name,
+                name = extra,
                 "the model does not use a tensor of the checkpoint"
             );
             Ok(())
         }
-        Some(extra) => Err(other(format!("the model has no parameter {}", extra.name))),
-        None => Ok(()),
+        [extra, ..] => Err(other(format!("the model has no parameter {extra}"))),
+        [] => Ok(()),
     }
 }
 
@@ -423,6 +421,28 @@ impl<'a> Fresh<'a> {
         self.is_of_classifier(param) && !stored.is_some_and(fits)
     }
 
+    /// The names of the parameters that start anew, those of adapters left out.
+    pub(super) fn names(&self, plan: &Plan) -> Vec<String> {
+        let params = plan.graph.params().iter();
+        let fresh = params.filter(|param| param.beside.is_none() && self.has(param));
+        fresh.map(|param| param.name.clone()).collect()
+    }
+
+    /// The names of the checkpoint's parameters that the model does not use.
+    pub(super) fn unused(&self, plan: &Plan) -> Vec<String> {
+        let params = plan.graph.params().iter();
+        let used: BTreeSet<_> = params
+            .filter(|param| !self.has(param))
+            .map(|param| stored_name(self.manifest, &param.name, self.is_release))
+            .collect();
+        let stored = self.manifest.tensors_of(&Kind::Parameter);
+        let names = stored.map(|entry| &entry.name);
+        names
+            .filter(|name| !used.contains(name.as_str()))
+            .cloned()
+            .collect()
+    }
+
     /// Whether a parameter of another size may start anew.
     fn may_resize(&self, param: &Param) -> bool {
         self.is_of_classifier(param) && !self.resizes
@@ -430,11 +450,16 @@ impl<'a> Fresh<'a> {
 
     /// Whether a parameter is one of a classifier that the run trains.
     fn is_of_classifier(&self, param: &Param) -> bool {
+        param.trainable && self.in_classifier(param)
+    }
+
+    /// Whether a parameter is one of the classifier of the model's family.
+    fn in_classifier(&self, param: &Param) -> bool {
         let is_within = |module: &&str| {
             let rest = param.name.strip_prefix(*module);
             rest.is_some_and(|rest| rest.starts_with('.'))
         };
-        param.trainable && self.classifier.iter().any(is_within)
+        self.classifier.iter().any(is_within)
     }
 }
 
@@ -597,10 +622,7 @@ pub(super) fn warn_of_checkpoint(
     saved: Option<&RunState>,
     checkpoint: &Checkpoint,
 ) {
-    let fresh = Fresh::of(checkpoint, plan, args, saved.is_none());
-    let names = plan.graph.params().iter();
-    let names = names.filter(|param| param.beside.is_none() && fresh.has(param));
-    let names: Vec<_> = names.map(|param| param.name.as_str()).collect();
+    let names = Fresh::of(checkpoint, plan, args, saved.is_none()).names(plan);
     if !names.is_empty() {
         tracing::warn!(
             path = %checkpoint.path().display(),

@@ -12,6 +12,7 @@ use half::bf16;
 use merak_mpu::{Buffer, DType, Element, Memory, candle::TensorBuffer};
 use std::{
     any::Any,
+    fmt,
     marker::PhantomData,
     ops::{Deref, Range},
     sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard, TryLockError},
@@ -34,7 +35,6 @@ pub(super) struct Handle {
 }
 
 /// An allocation; its memory goes back to the pool with the last value over it.
-#[derive(Debug)]
 struct Root {
     /// The elements, until a tensor has them.
     own: RwLock<Option<CpuStorage>>,
@@ -46,6 +46,14 @@ struct Root {
     /// Memory for reading the elements in a wider type.
     wide: Option<Pool>,
     _lease: Option<Arc<Lease>>,
+}
+
+/// Without the elements, for which candle would bring its printing of numbers.
+impl fmt::Debug for Root {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut root = f.debug_struct("Root");
+        root.field("dtype", &self.dtype).finish_non_exhaustive()
+    }
 }
 
 impl Root {

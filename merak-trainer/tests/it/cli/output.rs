@@ -35,6 +35,9 @@ fn a_dry_run_prints_the_plan_and_writes_nothing() {
         place.succeed("train merak.toml --tp=2 --pp=2 --dry-run"),
         plan
     );
+    let idle = place.succeed("train merak.toml --tp=2 --pp=2 --dry-run --profile_steps 5");
+    let warning = "warning: \"profile_steps\" has no effect: \"profile_start_step\" is unset";
+    assert!(idle.contains(warning), "{idle}");
 }
 
 #[test]

@@ -379,4 +379,5 @@ fn a_killed_rank_is_named_and_the_ranks_go_on_from_their_checkpoint() {
     place.succeed(&undisturbed);
     let last = |run: &str| files(&place.path(run).join("checkpoints/step-00000300"));
     assert_eq!(last("run"), last("undisturbed"));
+    assert_eq!(records(&place, "run"), records(&place, "undisturbed"));
 }

@@ -516,6 +516,21 @@ fn with_body(classes: &Value) -> (Workplace, &'static str) {
 }
 
 #[test]
+fn an_adapter_trains_a_new_classifier_among_its_modules_to_save() {
+    let (place, keys) = with_body(&families::bert("BertForSequenceClassification"));
+    let train = format!("train merak.toml {keys} --lora_config lora.json");
+    place.write("lora.json", r#"{"r": 2, "target_modules": ["query"]}"#);
+    let frozen = place.mistake(&train);
+    let advice = "it has no parameter bert.pooler.dense.weight; its module in the adapter's `modules_to_save`";
+    assert!(frozen.contains(advice), "{frozen}");
+    place.write(
+        "lora.json",
+        r#"{"r": 2, "target_modules": ["query"], "modules_to_save": ["pooler", "classifier"]}"#,
+    );
+    place.succeed(&train);
+}
+
+#[test]
 fn a_classifier_starts_on_the_weights_of_another_task() {
     let classes = families::bert("BertForSequenceClassification");
     let (place, keys) = with_body(&classes);

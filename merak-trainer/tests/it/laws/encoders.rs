@@ -1,7 +1,8 @@
 //! L1 and L2 for models with other inputs than tokens and their successors.
 
+use merak_ckpt::{Checkpoint, ExportOptions, export_hf};
 use merak_trainer::{
-    Result,
+    MerakTrainer, Result,
     data::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
 };
 use serde_json::{Value, json};
@@ -184,6 +185,33 @@ fn tensor_parallel_ranks_train_like_one() {
             let run = case.run(5);
             assert_close_losses(&run.reports[..1], &all.reports[..1], 1e-6, &what);
             assert_close_losses(&run.reports, &all.reports, 1e-4, &what);
+        }
+    }
+}
+
+#[test]
+fn what_a_checkpoint_lacks_and_what_it_has_beside_are_returned() {
+    let folder = tempfile::tempdir().unwrap();
+    let masked = Case::of(bert("BertForMaskedLM")).with_data(Samples(Task::Masked));
+    let masked = masked.writing(&folder.path().join("masked"));
+    let saved = masked.on_ranks(MerakTrainer::save_checkpoint);
+    let again = masked.on_ranks(|trainer| trainer.load_checkpoint(&saved[0]));
+    assert!(again[0].fresh.is_empty() && again[0].unused.is_empty());
+
+    let hf = folder.path().join("hf");
+    let saved = Checkpoint::open(&saved[0]).unwrap();
+    export_hf(&saved, &hf, &ExportOptions::default()).unwrap();
+    let classes = Case::of(bert("BertForSequenceClassification")).with_data(Samples(Task::Classes));
+    for ranks in [(1, 1, 1), (1, 2, 2)] {
+        let case = classes.clone().on(ranks).with("do_train", true);
+        let loaded = case.on_ranks(|trainer| trainer.load_checkpoint(&hf));
+        for loaded in loaded {
+            let head = ["bert.pooler.dense.weight", "bert.pooler.dense.bias"];
+            let classifier = ["classifier.weight", "classifier.bias"];
+            assert_eq!(loaded.fresh, [head, classifier].concat());
+            assert!(!loaded.unused.is_empty());
+            let is_of_head = |name: &String| name.starts_with("cls.predictions.");
+            assert!(loaded.unused.iter().all(is_of_head), "{:?}", loaded.unused);
         }
     }
 }
