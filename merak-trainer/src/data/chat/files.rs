@@ -60,21 +60,28 @@ impl ChatTemplate {
             _ => Value::Null,
         };
         let special_tokens = special_tokens(&config);
-        let own = config.get("chat_template").and_then(default_of);
-        let (path, source) = match (given, own) {
-            (Some(path), _) => {
-                let text = read_template(&path)?;
-                (path, text)
-            }
-            (None, Some(own)) => {
-                let path = folder.map(|folder| folder.join(CONFIG));
-                (path.unwrap_or_default(), own.to_owned())
-            }
-            (None, None) => return Ok(None),
+        let parsed = |source: &str, path: &Path| {
+            Self::new(source, special_tokens.clone()).map_err(|reason| {
+                let path = path.to_owned();
+                Error::Data(DataError::ChatTemplate { path, reason })
+            })
         };
-        Self::new(&source, special_tokens)
-            .map(Some)
-            .map_err(|reason| Error::Data(DataError::ChatTemplate { path, reason }))
+        if let Some(path) = given {
+            return parsed(&read_template(&path)?, &path).map(Some);
+        }
+        let path = folder.map(|folder| folder.join(CONFIG)).unwrap_or_default();
+        let own = |name| {
+            config
+                .get("chat_template")
+                .and_then(|found| named(found, name))
+        };
+        let Some(default) = own("default") else {
+            return Ok(None);
+        };
+        let tool_use = own("tool_use").map(|source| parsed(source, &path));
+        Ok(Some(
+            parsed(default, &path)?.with_tool_use(tool_use.transpose()?),
+        ))
     }
 }
 
@@ -124,14 +131,14 @@ fn read_template(path: &Path) -> Result<String> {
     })
 }
 
-/// The template of a `tokenizer_config.json`: a text, or the one called `default` of several.
-fn default_of(found: &Value) -> Option<&str> {
+/// The template of a name in a `tokenizer_config.json`, where a lone one is `default`. As in
+/// transformers, chats with tools take `tool_use`, if it is there.
+fn named<'a>(found: &'a Value, name: &str) -> Option<&'a str> {
     if let Some(text) = found.as_str() {
-        return Some(text);
+        return (name == "default").then_some(text);
     }
-    let named = found.as_array()?.iter();
-    let mut default = named.filter(|entry| entry["name"] == "default");
-    default.next()?["template"].as_str()
+    let mut entries = found.as_array()?.iter();
+    entries.find(|entry| entry["name"] == name)?["template"].as_str()
 }
 
 /// The special tokens by name: each is a text, or a table with its `content`.

@@ -29,6 +29,8 @@ pub(crate) struct ChatTemplate {
     special_tokens: Map<String, Value>,
     /// Whether it says itself, in `{% generation %}` blocks, what a model is to learn.
     has_generation: bool,
+    /// The template for chats with tools, where they have one of their own.
+    tool_use: Option<Box<Self>>,
 }
 
 /// What a template is rendered for.
@@ -88,7 +90,22 @@ impl ChatTemplate {
             environment,
             special_tokens,
             has_generation,
+            tool_use: None,
         })
+    }
+
+    /// The same with a template of their own for chats with tools.
+    pub(super) fn with_tool_use(self, tool_use: Option<Self>) -> Self {
+        Self {
+            tool_use: tool_use.map(Box::new),
+            ..self
+        }
+    }
+
+    /// The template for a chat.
+    fn of_chat(&self, chat: &Chat) -> &Self {
+        let own = self.tool_use.as_deref();
+        own.filter(|_| !chat.tools.is_null()).unwrap_or(self)
     }
 
     /// The text of the first `count` messages; with `prompts`, up to where an answer begins.
@@ -114,7 +131,7 @@ impl ChatTemplate {
         names.insert("tools".into(), chat.tools.clone());
         names.insert("documents".into(), Value::Null);
         names.insert("add_generation_prompt".into(), prompts.into());
-        let template = self.environment.get_template("chat");
+        let template = self.of_chat(chat).environment.get_template("chat");
         let rendered =
             template.and_then(|template| template.render(JinjaValue::from(Serde(&names))));
         rendered.map_err(|error| reason(&error))
@@ -129,7 +146,7 @@ impl ChatTemplate {
     /// What the template refuses, or that an earlier part of the text changes with a later message,
     /// so that the answers cannot be told.
     pub(crate) fn answered(&self, chat: &Chat) -> Result<Answered, String> {
-        if self.has_generation {
+        if self.of_chat(chat).has_generation {
             let text = self.marked(chat, chat.messages.len(), false)?;
             return Ok(unmarked(&text));
         }

@@ -113,6 +113,47 @@ fn a_completion_of_messages_is_one_answer() {
 }
 
 #[test]
+fn chats_with_tools_take_the_template_of_that_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let entry = |name: &str, template: &str| json!({ "name": name, "template": template });
+    let write = |templates: Value| {
+        let config = json!({ "chat_template": templates, "eos_token": "</s>" });
+        std::fs::write(
+            folder.path().join("tokenizer_config.json"),
+            config.to_string(),
+        )
+        .unwrap();
+        ChatTemplate::beside(folder.path()).unwrap()
+    };
+    let rendered = |template: &ChatTemplate, tools: Value| {
+        let chat = Chat {
+            tools,
+            ..Chat::default()
+        };
+        template.render(&chat, 0, false).unwrap()
+    };
+    let tool_use = "{% generation %}{{ tools[0].name }}{% endgeneration %}{{ eos_token }}";
+    let rag = entry("rag", "never");
+    let both = write(json!([
+        rag,
+        entry("tool_use", tool_use),
+        entry("default", "plain")
+    ]))
+    .unwrap();
+    let tools = json!([{ "name": "add" }]);
+    assert_eq!(rendered(&both, Value::Null), "plain");
+    assert_eq!(rendered(&both, tools.clone()), "add</s>");
+    let chat = Chat {
+        tools: tools.clone(),
+        ..Chat::default()
+    };
+    assert_eq!(both.answered(&chat).unwrap().answers, [0..3]);
+    let one = write(json!([entry("default", "{{ tools | length }}")])).unwrap();
+    assert_eq!(rendered(&one, tools), "1");
+    assert!(write(json!([entry("tool_use", tool_use)])).is_none());
+}
+
+#[test]
 fn templates_that_are_none_or_never_end_are_refused() {
     let none = |source: &str| ChatTemplate::new(source, Map::new()).unwrap_err();
     assert!(none("{% if %}").starts_with("the chat template fails in line"));
