@@ -50,7 +50,7 @@ pub(crate) use note::Verdict;
 #[cfg(feature = "mpi")]
 pub(crate) use rendezvous::this_host;
 pub(crate) use rendezvous::{Meeting, Star, complain, meet};
-pub(crate) use state::State;
+pub(crate) use state::{LAST_WORD, State};
 
 use crate::{Error, Failure, Rank, Wait, bell::lock};
 use hub::{Desk, Hub, Outbox, Ray};

@@ -471,7 +471,11 @@ impl Mill {
     fn fail_op(&self, slot: &Slot, error: Error) {
         let culprit = error.culprit().unwrap_or(self.state.rank);
         slot.leave(error.clone());
-        self.control.fail_soon(culprit, &error.to_string());
+        let reason = match &error {
+            Error::Aborted { reason, .. } => reason.clone(),
+            error => error.to_string(),
+        };
+        self.control.fail_soon(culprit, &reason);
         slot.finish(Err(error));
     }
 

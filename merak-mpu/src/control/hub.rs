@@ -117,8 +117,10 @@ const STRANGE: &str = "it sent bytes that no rank sends";
 /// Most waits of other ranks that a verdict lists.
 const MOST_OTHERS: usize = 64;
 
-/// Most missing ranks in the waits of a verdict, so that it fits a frame in any world.
-const MOST_MISSING: usize = 8192;
+/// Bytes of a wait in a verdict, which holds it twice: as it is, and in the words of the reason.
+fn bytes_of(wait: &Wait) -> usize {
+    2 * (wait.group.len() + wait.op.len()) + 16 * wait.missing.len() + 256
+}
 
 /// What the hub knows of another rank.
 struct Spoke {
@@ -312,10 +314,12 @@ impl Hub {
         let mut others: Vec<Wait> = all.filter(|other| other.rank != from).collect();
         let culprit = culprit(&wait, &others);
         others.truncate(MOST_OTHERS);
-        let mut listed = wait.missing.len();
+        // The frame of a verdict has a limit in any world.
+        let mut left = (MOST_BYTES / 2).saturating_sub(bytes_of(&wait));
         others.retain(|other| {
-            listed += other.missing.len();
-            listed <= MOST_MISSING
+            let rest = left.checked_sub(bytes_of(other));
+            left = rest.unwrap_or(left);
+            rest.is_some()
         });
         let error = Error::Timeout {
             after,

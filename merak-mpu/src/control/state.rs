@@ -16,7 +16,7 @@ use std::{
 
 /// Longest wait for the verdict on what this process has reported, and for the others' last word by
 /// a rank that leaves a poisoned world.
-pub(super) const LAST_WORD: Duration = Duration::from_secs(1);
+pub(crate) const LAST_WORD: Duration = Duration::from_secs(1);
 
 /// Most waits of one rank that its heartbeat lists.
 const MOST_WAITS: usize = 16;

@@ -4,7 +4,7 @@ use super::{Command, Counter, Link, Mill, Port, communicator::Handle, groups::Gr
 use crate::{
     Communicator, Engine, Error, Failure, Locality, Rank, Result, Wait,
     bell::lock,
-    control::{Control, JoinOptions, Meeting, State},
+    control::{Control, JoinOptions, LAST_WORD, Meeting, State},
 };
 use std::{
     fmt, io, panic,
@@ -86,17 +86,30 @@ impl Session {
             let place = meeting.locality(rank);
             Self::run((engine, place), woven, start, &state, &control)
         });
-        if let Err(error) = &session {
-            // The others hear of it, and the control thread ends.
-            match error {
-                Error::Aborted { by, reason } if *by != rank.0 => {
-                    control.suspect(Rank(*by), reason);
-                }
-                error => control.fail(rank, &error.to_string()),
-            }
+        session.map_err(|error| {
+            let error = Self::not_started(error, &state, &control);
+            // The control thread ends.
             control.leave(false);
+            error
+        })
+    }
+
+    /// Tells the others why this rank has no session. Where another one is lost, the error is what
+    /// the world finds out about it.
+    fn not_started(error: Error, state: &State, control: &Control) -> Error {
+        let Error::Aborted { by, reason } = &error else {
+            control.fail(state.rank, &error.to_string());
+            return error;
+        };
+        control.suspect(Rank(*by), reason);
+        let deadline = Instant::now() + LAST_WORD;
+        let is_judged = || state.verdict().is_some();
+        state.bell.sleep(deadline, &is_judged);
+        if is_judged() {
+            control.explain(None)
+        } else {
+            error
         }
-        session
     }
 
     fn run(

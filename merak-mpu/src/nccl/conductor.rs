@@ -275,8 +275,9 @@ impl Conductor {
                 }
                 // Its memory is in use until the communicator is aborted.
                 Err(error) => {
-                    job.slot.finish(Err(error.clone()));
+                    job.slot.leave(error.clone());
                     self.core.fail(&error);
+                    job.slot.finish(Err(error));
                     self.core.bell.ring();
                     self.running.push((job, event));
                 }

@@ -103,15 +103,15 @@ impl Desk {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     if Instant::now() >= deadline {
-                        let late = format!("it has shared no memory within {PATIENCE:?}");
-                        return Err(io::Error::new(ErrorKind::TimedOut, late))
-                            .map_err(of(Rank(first)));
+                        return Err(of(Rank(first))(late()));
                     }
                     let mut first_end = Ok(());
                     missing.retain(|rank| match streams[*rank].as_mut().map(has_no_memory) {
                         Some(Ok(has_none)) => !has_none,
                         Some(Err(error)) => {
-                            first_end = Err(of(Rank(*rank))(error));
+                            if first_end.is_ok() {
+                                first_end = Err(of(Rank(*rank))(error));
+                            }
                             true
                         }
                         None => false,
@@ -144,7 +144,15 @@ impl Desk {
 fn hand_over(mut stream: UnixStream, own: Rank, file: &OwnedFd) -> io::Result<()> {
     stream.set_read_timeout(Some(PATIENCE))?;
     send_file(&stream, own, file)?;
-    stream.read_exact(&mut [0])
+    match stream.read_exact(&mut [0]) {
+        Err(error) if error.kind() == ErrorKind::WouldBlock => Err(late()),
+        read => read,
+    }
+}
+
+fn late() -> io::Error {
+    let reason = format!("no answer within {PATIENCE:?}");
+    io::Error::new(ErrorKind::TimedOut, reason)
 }
 
 /// Whether the process on the other side says that it shares no memory. It says nothing else before

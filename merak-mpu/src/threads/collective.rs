@@ -29,6 +29,8 @@ struct Deposit {
 /// ```
 pub(super) struct Collective {
     fingerprint: Fingerprint,
+    /// The member that came first, with this fingerprint, and that deposits a moment later.
+    first: usize,
     /// Members that have called something else.
     others: Mutex<Vec<(usize, Fingerprint)>>,
     deposits: Mutex<Vec<Option<Deposit>>>,
@@ -47,10 +49,11 @@ pub(super) struct Unopened {
 }
 
 impl Collective {
-    /// Starts gathering for `n` members, the first of which has this fingerprint.
-    pub(super) fn new(fingerprint: Fingerprint, n: usize) -> Self {
+    /// Starts gathering for `n` members, of which `first` came first, with this fingerprint.
+    pub(super) fn new(fingerprint: Fingerprint, first: usize, n: usize) -> Self {
         Self {
             fingerprint,
+            first,
             others: Mutex::default(),
             deposits: Mutex::new((0..n).map(|_| None).collect()),
             full: AtomicBool::new(false),
@@ -76,20 +79,26 @@ impl Collective {
         lock(&self.others).push((rank, call));
     }
 
+    /// Whether members have called different things.
+    pub(super) fn is_disputed(&self) -> bool {
+        !lock(&self.others).is_empty()
+    }
+
     /// Whether the calls of all members are known.
     pub(super) fn have_all_called(&self) -> bool {
-        self.missing().len() == lock(&self.others).len()
+        self.calls().len() == lock(&self.deposits).len()
     }
 
     /// The calls that are known, by group rank.
-    pub(super) fn calls(&self) -> impl Iterator<Item = (usize, Fingerprint)> {
+    pub(super) fn calls(&self) -> BTreeMap<usize, Fingerprint> {
         let mut calls: BTreeMap<_, _> = lock(&self.others).iter().cloned().collect();
+        calls.insert(self.first, self.fingerprint.clone());
         for (rank, deposit) in lock(&self.deposits).iter().enumerate() {
             if deposit.is_some() {
                 calls.insert(rank, self.fingerprint.clone());
             }
         }
-        calls.into_iter()
+        calls
     }
 
     /// Leaves the buffer of member `rank`, whose fingerprint is that of the first. Returns whether
@@ -341,5 +350,25 @@ impl Drop for Closing<'_> {
             }
             hint::spin_loop();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        ReduceOp,
+        call::{Call, compare},
+    };
+
+    #[test]
+    fn the_call_that_came_first_counts_before_its_buffer_is_there() {
+        let call = |op| Fingerprint::new(Call::AllReduce(op), &vec![0.0_f32; 2], None);
+        let collective = Collective::new(call(ReduceOp::Sum), 0, 2);
+        collective.note_other_call(1, call(ReduceOp::Max));
+        assert!(collective.have_all_called());
+        let calls = collective.calls().into_iter();
+        let calls: Vec<_> = calls.map(|(rank, call)| (rank.into(), call)).collect();
+        compare(("world", &[]), 0, &calls, Fingerprint::to_string).unwrap_err();
     }
 }

@@ -104,7 +104,7 @@ impl Seat {
         let is_settled = || self.world.check().is_err() || collective.have_all_called();
         self.group.bell.sleep(deadline, &is_settled);
         let members = &self.group.members;
-        let calls = collective.calls();
+        let calls = collective.calls().into_iter();
         let calls: Vec<_> = calls.map(|(rank, call)| (members[rank], call)).collect();
         let group = (self.group.name.as_str(), members.as_slice());
         let compared = call::compare(group, sequence, &calls, Fingerprint::to_string);
@@ -229,13 +229,15 @@ impl Communicator for Handle {
             let mut gathering = lock(&group.gathering);
             let collective = gathering.entry(sequence).or_insert_with(|| {
                 let n = group.members.len();
-                Arc::new(Collective::new(fingerprint.clone(), n))
+                Arc::new(Collective::new(fingerprint.clone(), *rank, n))
             });
             Arc::clone(collective)
         };
         self.seat.compare(&collective, sequence, &fingerprint)?;
         if collective.deposit(*rank, buffer) {
             lock(&group.gathering).remove(&sequence);
+            group.bell.ring();
+        } else if collective.is_disputed() {
             group.bell.ring();
         }
         let (seat, other) = (Arc::clone(&self.seat), Arc::clone(&self.seat));
