@@ -479,7 +479,38 @@ fn signed(length: usize) -> i64 {
     i64::try_from(length).expect("memory is shorter than i64::MAX bytes")
 }
 
-/// A group as messages name it: `tensor [0, 1]`.
+/// Most members that messages name one by one.
+const MOST_NAMED: usize = 16;
+
+/// A group as messages name it: `tensor [0, 1]`, `world [0-1023]`, `data [0, 8, 16, .., 1016]`.
 pub(crate) fn describe(name: &str, members: &[Rank]) -> String {
-    format!("{name} {members:?}")
+    match members {
+        [first, .., last] if members.len() > MOST_NAMED => {
+            if last.0 - first.0 + 1 == members.len() {
+                format!("{name} [{first}-{last}]")
+            } else {
+                let [second, third] = [members[1], members[2]];
+                format!("{name} [{first}, {second}, {third}, .., {last}]")
+            }
+        }
+        _ => format!("{name} {members:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_group_is_named_in_few_words() {
+        let group = |members: Vec<usize>| {
+            let members: Vec<_> = members.into_iter().map(Rank).collect();
+            describe("data", &members)
+        };
+        assert_eq!(group(vec![3]), "data [3]");
+        assert_eq!(group(vec![0, 2, 4]), "data [0, 2, 4]");
+        assert_eq!(group((8..1024).collect()), "data [8-1023]");
+        let every_eighth = (0..1024).step_by(8).collect();
+        assert_eq!(group(every_eighth), "data [0, 8, 16, .., 1016]");
+    }
 }
