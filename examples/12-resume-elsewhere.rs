@@ -1,15 +1,16 @@
-//! Saves a run of dp 2 x tp 1 x pp 2 ranks and goes on with it as another topology (merak-trainer).
+//! A run of dp 2 x tp 1 x pp 2 ranks breaks off as one of them fails, and goes on from its last
+//! checkpoint as another topology (merak-trainer).
 //!
 //! `cargo run -p merak-examples --example 12-resume-elsewhere [DP [TP [PP]]]`, the ranks that go
 //! on, 1, 2 and 1 by default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use merak_examples::count;
 use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
-    CheckedArguments, MerakArguments, MerakTrainer, Plan, PlanInputs, TrainerParts,
+    CheckedArguments, Error, MerakArguments, MerakTrainer, Plan, PlanInputs, TrainerParts,
     data::{TokenDataset, Tokens},
     run_world, threads_per_rank,
 };
@@ -19,6 +20,8 @@ use std::{path::Path, sync::Arc};
 const GLOBAL_BATCH: usize = 8;
 const MICROBATCHES: usize = 2;
 const SAVED_AFTER: usize = 4;
+/// The steps after which rank 3 fails, as when its machine is lost.
+const FAILS_AFTER: usize = 6;
 const STEPS: i64 = 8;
 
 fn main() -> Result<()> {
@@ -26,18 +29,19 @@ fn main() -> Result<()> {
     let here = [2, 1, 2];
     let folder = tempfile::tempdir()?;
 
-    // This run saves after step 4 and goes on; two others start from what it saved.
-    let mut args = arguments(here, folder.path())?.into_arguments();
-    args.save_steps = Some(SAVED_AFTER);
-    let uninterrupted = losses(&args.check()?)?;
+    let undisturbed = tempfile::tempdir()?;
+    let uninterrupted = losses(&arguments(here, undisturbed.path())?.check()?, None)?;
 
+    // The other ranks end with it, in the middle of a step. Two runs then start from what it saved.
+    let Err(failure) = losses(&arguments(here, folder.path())?.check()?, Some(FAILS_AFTER)) else {
+        bail!("a rank has failed, and the run went on");
+    };
+    println!("{failure}");
+    ensure!(failure.to_string() == "rank 3 failed: its machine is lost");
     let resumed = |degrees| -> Result<Vec<f64>> {
-        let mut args = arguments(degrees, folder.path())?.into_arguments();
-        let path = folder
-            .path()
-            .join(format!("checkpoints/step-{SAVED_AFTER:08}"));
-        args.resume_from_checkpoint = Some(path.display().to_string());
-        losses(&args.check()?)
+        let mut args = arguments(degrees, folder.path())?;
+        args.resume_from_checkpoint = Some("latest".to_owned());
+        losses(&args.check()?, None)
     };
     let (same, other) = (resumed(here)?, resumed(elsewhere)?);
     println!("step  uninterrupted  resumed at {here:?}  resumed at {elsewhere:?}");
@@ -58,7 +62,7 @@ fn main() -> Result<()> {
 }
 
 /// The same global batch, however it is divided over replicas.
-fn arguments([dp, tp, pp]: [usize; 3], output: &Path) -> Result<CheckedArguments> {
+fn arguments([dp, tp, pp]: [usize; 3], output: &Path) -> Result<MerakArguments> {
     ensure!(
         (GLOBAL_BATCH / MICROBATCHES).is_multiple_of(dp),
         "DP divides the batch"
@@ -71,11 +75,12 @@ fn arguments([dp, tp, pp]: [usize; 3], output: &Path) -> Result<CheckedArguments
     args.seq_length = Some(16.into());
     args.max_steps = STEPS;
     args.learning_rate = 3e-3;
-    Ok(args.check()?)
+    args.save_steps = Some(SAVED_AFTER);
+    Ok(args)
 }
 
 /// Trains on made-up tokens, with dropout; returns the losses of the steps that were made.
-fn losses(args: &CheckedArguments) -> Result<Vec<f64>> {
+fn losses(args: &CheckedArguments, fails_after: Option<usize>) -> Result<Vec<f64>> {
     let config = serde_json::json!({
         "model_type": "gpt2", "vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4,
         "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
@@ -92,6 +97,7 @@ fn losses(args: &CheckedArguments) -> Result<Vec<f64>> {
             num_threads: threads_per_rank(args),
             ..TrainerParts::default()
         };
+        let rank = mpu.rank().0;
         let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
         let mut losses = Vec::new();
         // `train` does the same and tells callbacks; here the loop is ours.
@@ -99,6 +105,10 @@ fn losses(args: &CheckedArguments) -> Result<Vec<f64>> {
             losses.push(trainer.train_step()?.loss);
             if Some(trainer.global_step()) == args.save_steps {
                 trainer.save_checkpoint()?;
+            }
+            if rank == 3 && Some(trainer.global_step()) == fails_after {
+                let cause = "its machine is lost".to_owned();
+                return Err(Error::Rank { rank, cause });
             }
         }
         Ok(losses)

@@ -49,7 +49,10 @@ impl Error {
         self.is_user_error()
             || matches!(
                 self,
-                Self::SkippedSteps { .. } | Self::Diverged { .. } | Self::Step { .. }
+                Self::SkippedSteps { .. }
+                    | Self::Diverged { .. }
+                    | Self::Step { .. }
+                    | Self::Rank { .. }
             )
     }
 }

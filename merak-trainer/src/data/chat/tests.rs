@@ -147,7 +147,8 @@ fn chats_with_tools_take_the_template_of_that_name() {
         tools: tools.clone(),
         ..Chat::default()
     };
-    assert_eq!(both.answered(&chat).unwrap().answers, [0..3]);
+    let answers = both.answered(&chat).unwrap().answers;
+    assert_eq!(answers.first(), Some(&(0..3)));
     let one = write(json!([entry("default", "{{ tools | length }}")])).unwrap();
     assert_eq!(rendered(&one, tools), "1");
     assert!(write(json!([entry("tool_use", tool_use)])).is_none());
