@@ -79,11 +79,6 @@ impl Collective {
         lock(&self.others).push((rank, call));
     }
 
-    /// Whether members have called different things.
-    pub(super) fn is_disputed(&self) -> bool {
-        !lock(&self.others).is_empty()
-    }
-
     /// Whether the calls of all members are known.
     pub(super) fn have_all_called(&self) -> bool {
         self.calls().len() == lock(&self.deposits).len()

@@ -237,8 +237,6 @@ impl Communicator for Handle {
         if collective.deposit(*rank, buffer) {
             lock(&group.gathering).remove(&sequence);
             group.bell.ring();
-        } else if collective.is_disputed() {
-            group.bell.ring();
         }
         let (seat, other) = (Arc::clone(&self.seat), Arc::clone(&self.seat));
         let watched = Arc::clone(&collective);
