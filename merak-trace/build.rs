@@ -17,12 +17,19 @@ fn link() {
         println!("cargo::rerun-if-changed={source}");
     }
     println!("cargo::rustc-link-arg=-Wl,-rpath,{}", lib.display());
-    cc::Build::new()
+    let mut build = cc::Build::new();
+    build
         .cpp(true)
         .std("c++17")
         .warnings(false)
         .include(lib.with_file_name("include"))
         .define("_GLIBCXX_USE_CXX11_ABI", "1")
-        .files(&sources)
-        .compile("merak_tch_shim");
+        .files(&sources);
+    // `at::parallel_for` lies in a header: where that is compiled without OpenMP, it runs on one
+    // thread. libtorch is built with GCC's.
+    if build.get_compiler().is_like_gnu() {
+        build.flag("-fopenmp");
+        println!("cargo::rustc-link-lib=gomp");
+    }
+    build.compile("merak_tch_shim");
 }

@@ -1,16 +1,18 @@
-//! Attention by ATen's blockwise kernels, or by products and a softmax where these do not apply.
+//! Attention by blockwise kernels, ATen's for the most part, or by products and a softmax where these
+//! do not apply.
 //!
 //! The blockwise kernels never hold all scores. The composed form does. It computes dropout, whose
 //! masks are drawn per score, the gradient of a table of relative positions, and on a device all
 //! that its blockwise kernel lacks.
 
 mod composed;
+mod own;
 mod terms;
 
 use super::{
     run::{Node, Outcome, document_numbers, is_half, stat_kind},
     shim,
-    storage::{int, tensor},
+    storage::{elements, elements_mut, int, tensor},
 };
 use crate::{
     Result, Runs, Value,
@@ -168,6 +170,10 @@ impl Node<'_> {
         let sizes = Sizes::of(spec, q, k, self.call.context.place);
         let terms = Terms::find(inputs, 3)?;
         let factors = self.attention_mask(spec, &sizes, stat_kind(q.kind()))?;
+        if factors.is_none() && self.has_own_attention(spec, &sizes, &terms, q) {
+            let (out, lse) = self.own_attention(spec, &sizes, [q, k, v])?;
+            return Ok(vec![out, lse]);
+        }
         let [q, k, v] = self.at(sizes.heads([q, k, v]))?;
         let (out, lse) = match self.attention_kernel(spec, &sizes, &terms, factors.as_ref(), &q) {
             Kernel::Host => {
@@ -219,6 +225,9 @@ impl Node<'_> {
         let sizes = Sizes::of(spec, q, k, self.call.context.place);
         let terms = Terms::find(inputs, 6)?;
         let factors = self.attention_mask(spec, &sizes, stat_kind(q.kind()))?;
+        if factors.is_none() && self.has_own_attention(spec, &sizes, &terms, q) {
+            return self.own_attention_grad(spec, &sizes, [x(0)?, q, k, v, x(4)?], lse);
+        }
         let [q, k, v] = self.at(sizes.heads([q, k, v]))?;
         let dout = self.at(sizes.split(x(0)?, sizes.heads))?;
         let out = self.at(sizes.split(x(4)?, sizes.heads))?;
@@ -264,6 +273,18 @@ impl Node<'_> {
         let mut grads = self.at(outcome())?;
         grads.extend(dtable);
         Ok(grads)
+    }
+
+    /// Whether this crate's kernel is the fastest: see [`own`].
+    fn has_own_attention(
+        &self,
+        spec: &op::Attention,
+        sizes: &Sizes,
+        terms: &Terms<'_>,
+        q: &Tensor,
+    ) -> bool {
+        let plain = terms.is_empty() && sizes.places.is_none() && spec.keys == Keys::All;
+        plain && self.backend.vectors.is_some() && q.kind() == Kind::BFloat16
     }
 
     fn attention_kernel(
