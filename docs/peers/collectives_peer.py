@@ -28,7 +28,7 @@ def gloo(rank, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for size in SIZES:
-        data = torch.ones(size // 4)
+        data = torch.zeros(size // 4)
         out = torch.empty_like(data)
         half = data[: data.numel() // 2].clone()
 
@@ -41,7 +41,7 @@ def gloo(rank, port):
                 dist.send(out, 0)
 
         ops = {
-            "all_reduce": lambda: dist.all_reduce(data, dist.ReduceOp.MAX),
+            "all_reduce": lambda: dist.all_reduce(data, dist.ReduceOp.SUM),
             "all_to_all": lambda: dist.all_to_all_single(out, data),
             "broadcast": lambda: dist.broadcast(data, 0),
             "all_gather": lambda: dist.all_gather_into_tensor(out, half),

@@ -81,12 +81,12 @@ fn join(engine: &str, rank: usize, ranks: usize) -> Result<Member> {
 fn measure(member: &Member) -> Result<()> {
     let world = member.world_group()?;
     for bytes in [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20] {
-        let data = vec![1.0_f32; bytes / 4];
+        let data = vec![0.0_f32; bytes / 4];
         let time = |name: &str, op: &dyn Fn(Vec<f32>) -> Result<Vec<f32>>| {
             timed(&world, name, bytes, data.clone(), op)
         };
         time("all_reduce", &|data| {
-            world.all_reduce_vec(data, ReduceOp::Max)
+            world.all_reduce_vec(data, ReduceOp::Sum)
         })?;
         time("all_to_all", &|data| world.all_to_all_vec(data))?;
         time("broadcast", &|data| world.broadcast_vec(data, 0))?;
