@@ -95,7 +95,7 @@ mod degrees;
 mod dtype;
 mod error;
 mod group;
-mod hash;
+pub mod hash;
 mod kernel;
 mod launch;
 #[cfg(any(feature = "candle", feature = "tch"))]

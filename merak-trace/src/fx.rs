@@ -22,14 +22,12 @@ use crate::{
     Graph, Init, Op, Param, ParamRole, Result, TensorType, ValueId,
     op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
 };
-use merak_mpu::DType;
+use merak_mpu::{DType, hash::fnv1a};
 use std::{
     cell::{OnceCell, RefCell},
     rc::Rc,
     sync::Arc,
 };
-
-use crate::hash::name_hash;
 
 mod extend;
 
@@ -264,7 +262,7 @@ impl Module {
         let name = graph.unique_name(&self.path, plain.name());
         let op = op(Some(DropoutSpec {
             p,
-            key: name_hash(&name),
+            key: fnv1a(name.bytes()),
             slice: None,
             nested: None,
         }));

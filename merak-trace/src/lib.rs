@@ -98,7 +98,6 @@ pub mod backend;
 mod error;
 pub mod fx;
 mod graph;
-mod hash;
 mod infer;
 mod interpreter;
 #[cfg(all(feature = "cpu", not(feature = "bench")))]

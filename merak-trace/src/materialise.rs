@@ -2,10 +2,9 @@
 
 use crate::{
     Init, LocalBox, Param,
-    hash::name_hash,
     kernels::{self, Distribution, Float, InitKey, TensorBox, Threads},
 };
-use merak_mpu::{Coord, DType, Element};
+use merak_mpu::{Coord, DType, Element, hash::fnv1a};
 
 /// Most elements that are drawn at a time, unless one row is longer.
 const BLOCK: usize = 1 << 20;
@@ -91,7 +90,7 @@ fn draw<T: Float>(
     };
     let key = InitKey {
         seed,
-        name: name_hash(&param.name),
+        name: fnv1a(param.name.bytes()),
     };
     let mut values = Vec::new();
     let boxes = param.placements.local_boxes(&param.full, place);

@@ -72,13 +72,28 @@ pub(crate) struct Halves {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Samples {
     /// Each is treated alone: results are of single samples.
-    Alone,
+    Alone(Operands),
     /// The results are sums over them.
     Summed,
     /// All are needed at once, for results of single samples.
     Together,
     /// All are needed at once.
     Mixed,
+}
+
+/// Which operands of an operation that treats samples alone have halves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Operands {
+    /// Any.
+    All,
+    /// Those with a row of the masks for each sample.
+    BySample,
+    /// Matrices and higher ones: a vector is one whole row.
+    Rows,
+    /// Lookups in a table that is whole.
+    WholeTable,
+    /// Products of rows and a weight that is whole.
+    WholeWeight,
 }
 
 impl StageProgram {
@@ -243,14 +258,16 @@ impl Halves {
         let is_weight = program.phases[id.index()] == Phase::BackwardWeight;
         let samples = samples(&node.op);
         let half = match samples {
-            Samples::Alone if !is_weight => self.half(graph, node, true),
+            Samples::Alone(operands) if !is_weight && self.have_halves(graph, node, operands) => {
+                self.half(graph, node, true)
+            }
             Samples::Summed if is_weight && accumulates(program, node) => {
                 self.half(graph, node, false)
             }
-            Samples::Alone | Samples::Summed | Samples::Together | Samples::Mixed => None,
+            Samples::Alone(_) | Samples::Summed | Samples::Together | Samples::Mixed => None,
         };
         self.nodes.extend(half.map(|half| (id, half)));
-        if let Samples::Alone | Samples::Together = samples {
+        if let Samples::Alone(_) | Samples::Together = samples {
             let all: usize = self.samples.iter().sum();
             for (index, &output) in node.outputs.iter().enumerate() {
                 // The gradient of a table of biases is a sum.
@@ -264,26 +281,20 @@ impl Halves {
 
     /// Whether halves of the operands are operands of the halves: rows have their place in the
     /// masks of their sample, tables and vectors are whole.
-    fn are_operands(&self, graph: &Graph, node: &Node) -> bool {
-        let all: usize = self.samples.iter().sum();
+    fn have_halves(&self, graph: &Graph, node: &Node, operands: Operands) -> bool {
         let ty = |operand: usize| graph.ty(node.inputs[operand]);
-        let has_samples = |operand: usize| self.batched[node.inputs[operand].index()];
-        match &node.op {
-            Op::Dropout(_) | Op::Attention(_) | Op::AttentionGrad(_) => ty(0).shape[0] == all,
-            Op::Embedding { .. } => !has_samples(1),
-            Op::Linear { .. } | Op::LinearGradInput { .. } => ty(0).ndim() > 1 && !has_samples(1),
-            Op::Softmax | Op::SoftmaxGrad | Op::LayerNorm { .. } | Op::RmsNorm { .. } => {
-                ty(0).ndim() > 1
-            }
-            _ => true,
+        let is_whole = |operand: usize| !self.batched[node.inputs[operand].index()];
+        match operands {
+            Operands::All => true,
+            Operands::BySample => ty(0).shape[0] == self.samples[0] + self.samples[1],
+            Operands::Rows => ty(0).ndim() > 1,
+            Operands::WholeTable => is_whole(1),
+            Operands::WholeWeight => ty(0).ndim() > 1 && is_whole(1),
         }
     }
 
     /// The node on halves, if its results are those of the halves, or sums of the whole's type.
     fn half(&self, graph: &Graph, node: &Node, of_samples: bool) -> Option<HalfNode> {
-        if !self.are_operands(graph, node) {
-            return None;
-        }
         let all: usize = self.samples.iter().sum();
         let share = |size: usize, half: usize| {
             let whole = size.is_multiple_of(all);
@@ -392,33 +403,31 @@ impl Terms {
 fn samples(op: &Op) -> Samples {
     let alone = |is_alone: bool| {
         if is_alone {
-            Samples::Alone
+            Samples::Alone(Operands::All)
         } else {
             Samples::Mixed
         }
     };
     match op {
+        Op::Dropout(_) | Op::Attention(_) | Op::AttentionGrad(_) => {
+            Samples::Alone(Operands::BySample)
+        }
+        Op::Embedding { .. } => Samples::Alone(Operands::WholeTable),
+        Op::Linear { .. } | Op::LinearGradInput { .. } => Samples::Alone(Operands::WholeWeight),
+        Op::Softmax | Op::SoftmaxGrad | Op::LayerNorm { .. } | Op::RmsNorm { .. } => {
+            Samples::Alone(Operands::Rows)
+        }
         Op::SeenPositions { .. }
         | Op::DocumentPositions { .. }
-        | Op::Linear { .. }
-        | Op::LinearGradInput { .. }
-        | Op::Embedding { .. }
-        | Op::LayerNorm { .. }
         | Op::LayerNormGradInput
-        | Op::RmsNorm { .. }
         | Op::RmsNormGradInput
-        | Op::Attention(_)
-        | Op::AttentionGrad(_)
         | Op::JoinAttention
         | Op::Rope(_)
         | Op::Activation(_)
         | Op::ActivationGrad(_)
         | Op::SiluMul
         | Op::SiluMulGrad
-        | Op::Softmax
-        | Op::SoftmaxGrad
         | Op::InverseRoot
-        | Op::Dropout(_)
         | Op::Add
         | Op::Mul
         | Op::Scale { .. }
@@ -426,7 +435,7 @@ fn samples(op: &Op) -> Samples {
         | Op::Cast { .. }
         | Op::Reshape { .. }
         | Op::CopyTo { .. }
-        | Op::AllReduce { .. } => Samples::Alone,
+        | Op::AllReduce { .. } => Samples::Alone(Operands::All),
         Op::Transpose { perm } => alone(perm.first() == Some(&0)),
         Op::Split { dim, .. } | Op::Concat { dim } => alone(*dim != 0),
         Op::AllGather { shard, .. }
