@@ -70,7 +70,7 @@ pub enum Error {
     #[error(
         "{module}: a sequence of {len} cannot be cut over {axis} = {degree}{}: choose \"{axis}\" among {}, or another \
          length, such as {}",
-        if *axis == Axis::Tensor { " (\"sequence_parallel\")" } else { "" },
+        if *axis == Axis::Tensor { " (sequence parallelism)" } else { "" },
         listed(legal), len.next_multiple_of(*degree), axis = axis.degree_name()
     )]
     Sequence {
@@ -88,7 +88,7 @@ pub enum Error {
     },
     /// Sequences that each tensor rank has a slice of cannot be cut over the sequence axis too.
     #[error(
-        "{node}: the sequence has {len} positions for each of tp = {tp} ranks (\"sequence_parallel\"), which cannot be cut over \
+        "{node}: the sequence has {len} positions for each of tp = {tp} ranks (sequence parallelism), which cannot be cut over \
          sp = {degree}: choose a length that is a multiple of \"tp\" x \"sp\", which is {}",
         tp * degree
     )]

@@ -8,8 +8,8 @@ use crate::{
 use merak_trace::{Graph, NodeId, ParamId, Source, op::Class};
 use std::collections::BTreeMap;
 
-/// The name of the option in reports and messages.
-const PARALLEL_VOCAB: &str = "parallel_vocab";
+/// What splits these layers, in the place of a list in reports and messages.
+const SPLIT_VOCABULARY: &str = "split vocabulary";
 
 /// Adds the roles of lookups in tables with a row for each of `vocab` entries, if ids of a model
 /// input are looked up there, and of output layers with as many features. Lists of the user that
@@ -51,13 +51,13 @@ pub(crate) fn split(
                 size: vocab,
                 what: "vocabulary entries with magnitudes",
                 degree,
-                list: PARALLEL_VOCAB.to_owned(),
+                list: SPLIT_VOCABULARY.to_owned(),
                 legal: divisors(vocab),
             });
         }
         let role = Role {
             kind,
-            list: PARALLEL_VOCAB.to_owned(),
+            list: SPLIT_VOCABULARY.to_owned(),
             parts: vec![vocab],
             pads: true,
         };

@@ -40,7 +40,7 @@ use crate::{
     config::{CheckedArguments, Device},
     data::{Collator, DataFingerprint, Dataset, Loader},
     error::{ConfigError, Error, PlanError, Result, StepPart},
-    memory::MemoryNeed,
+    fit::MemoryNeed,
     plan::Plan,
     stage::RankStages,
     world::threads_per_rank,

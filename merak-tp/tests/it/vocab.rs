@@ -148,8 +148,8 @@ fn the_loss_needs_two_small_all_reduces_and_the_lookup_one() {
     assert_eq!(
         [&lines[1], &lines[lines.len() - 3]],
         [
-            "row transformer.wte 101 -> 16 and 1 of padding (parallel_vocab)",
-            "col lm_head 16 -> 101 and 1 of padding (parallel_vocab)",
+            "row transformer.wte 101 -> 16 and 1 of padding (split vocabulary)",
+            "col lm_head 16 -> 101 and 1 of padding (split vocabulary)",
         ]
     );
 }

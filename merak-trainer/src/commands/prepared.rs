@@ -537,12 +537,6 @@ impl Prepared {
                 "warning: the tensor-parallel pattern \"{unmatched}\" matches nothing"
             );
         }
-        if args.sequence_parallel && args.tp == 1 {
-            let _ = writeln!(
-                text,
-                "warning: \"sequence_parallel\" has no effect: \"tp\" is 1, and one rank has the whole sequence"
-            );
-        }
         if let Some((warmup, total)) = self.long_warmup()? {
             let _ = writeln!(
                 text,

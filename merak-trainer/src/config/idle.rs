@@ -77,6 +77,15 @@ const IDLE: &[Idle] = &[
     ),
     (&["sp_method"], |args| args.sp > 1, "\"sp\" is 1"),
     (
+        &[
+            "sequence_parallel",
+            "parallel_vocab",
+            "tp_overlapping_level",
+        ],
+        |args| args.tp > 1,
+        "\"tp\" is 1",
+    ),
+    (
         &["cost_cache"],
         |args| args.cost_model == CostSource::Measured,
         "\"cost_model\" is not \"measured\"",

@@ -167,7 +167,7 @@ settings! {
         /// Whether tied weights become independent copies.
         no_tie_modules: bool = false,
         /// Whether tensor-parallel ranks divide the vocabulary too: embedding tables, output layer
-        /// and loss. Without effect at `tp` 1.
+        /// and loss.
         parallel_vocab: bool = false,
         /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state, 2 gradients too, 3
         /// parameters too.

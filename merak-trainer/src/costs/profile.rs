@@ -4,7 +4,7 @@ use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
 use crate::{
     config::CheckedArguments,
     error::Result,
-    memory::{Shortage, shortage_beside_threads},
+    fit::{Shortage, shortage_beside_threads},
     network::Network,
     plan::{Draft, PlanInputs, SegmentedGraph, param_bytes},
 };

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     error::Result,
-    memory::MemoryNeed,
+    fit::MemoryNeed,
     plan::{Plan, Prediction},
 };
 

@@ -72,14 +72,22 @@ impl Decoded<'_> {
     }
 }
 
+/// What a run of a schedule computes with a rank's stages.
+#[derive(Debug)]
+enum Pass<'a> {
+    /// Forwards and backwards of the stages' own programs.
+    Training,
+    /// Forwards of another program for each stage.
+    Inference(&'a [Interpreter]),
+    /// The forward of positions that follow those in caches, as the only microbatch.
+    Decoding(Decoded<'a>),
+}
+
 /// One run of a schedule: the frames of the microbatches that are under way.
 #[derive(Debug)]
 pub(crate) struct StepModule<'a> {
     stages: &'a mut RankStages,
-    /// For each stage a program other than that of training (evaluation, generation).
-    forward_only: Option<&'a [Interpreter]>,
-    /// Positions that follow those in caches; they are the only microbatch.
-    decoded: Option<Decoded<'a>>,
+    pass: Pass<'a>,
     inputs: StepInputs,
     /// By index of the stage and microbatch.
     frames: BTreeMap<(usize, usize), Frame>,
@@ -94,8 +102,7 @@ impl<'a> StepModule<'a> {
     pub(crate) fn training(stages: &'a mut RankStages, inputs: StepInputs) -> Self {
         Self {
             stages,
-            forward_only: None,
-            decoded: None,
+            pass: Pass::Training,
             inputs,
             frames: BTreeMap::new(),
             missing: Vec::new(),
@@ -123,7 +130,7 @@ impl<'a> StepModule<'a> {
         inputs: StepInputs,
     ) -> Self {
         Self {
-            forward_only: Some(programs),
+            pass: Pass::Inference(programs),
             ..Self::training(stages, inputs)
         }
     }
@@ -135,7 +142,7 @@ impl<'a> StepModule<'a> {
         inputs: StepInputs,
     ) -> Self {
         Self {
-            decoded: Some(decoded),
+            pass: Pass::Decoding(decoded),
             ..Self::training(stages, inputs)
         }
     }
@@ -256,10 +263,10 @@ impl StageModule for StepModule<'_> {
         let (index, microbatch) = self.key(action);
         let stage = &self.stages.stages[index];
         let place = (index, stage.number);
-        let interpreter = match (&self.decoded, self.forward_only) {
-            (Some(decoded), _) => decoded.interpreter(place).clone(),
-            (None, Some(programs)) => programs[index].clone(),
-            (None, None) => stage.interpreter.clone(),
+        let interpreter = match &self.pass {
+            Pass::Training => stage.interpreter.clone(),
+            Pass::Inference(programs) => programs[index].clone(),
+            Pass::Decoding(decoded) => decoded.interpreter(place).clone(),
         };
         let program = interpreter.program();
         let received = self.unpack(input, program.recv.iter())?;
@@ -271,13 +278,13 @@ impl StageModule for StepModule<'_> {
             frame,
             send,
             outputs,
-        } = if let Some(decoded) = &mut self.decoded {
+        } = if let Pass::Decoding(decoded) = &mut self.pass {
             let next = decoded.continuation(place);
             interpreter.forward_cached(&stage.values, &batch, received, context, next)
         } else {
             interpreter.forward(&stage.values, &batch, received, context)
         }?;
-        if self.forward_only.is_none() && self.decoded.is_none() {
+        if matches!(self.pass, Pass::Training) {
             self.frames.insert((index, microbatch), frame);
         }
         if !outputs.is_empty() {
