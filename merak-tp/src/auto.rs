@@ -3,7 +3,7 @@
 use crate::{
     Error, LayerLists, Options, Report, Result, SplitKind,
     matching::{self, Layer, Role},
-    rewriter::Rewriter,
+    rewriter::{Rewriter, rewrite},
 };
 use merak_trace::{Graph, NodeId, ValueId, op::Class};
 use serde::Serialize;
@@ -41,14 +41,63 @@ pub struct Choice {
 /// layer whose parts would have to be gathered stays whole, and so does one whose sizes the degree
 /// does not divide. Layers whose paths differ in numbers alone are treated alike.
 ///
+/// Where several choices split as many elements of matrices, the one with the fewest bytes of
+/// communication counts ([`Report::bytes`]).
+///
 /// # Errors
 /// Where nothing can be split: that of the first layer whose sizes do not fit, or
 /// [`Error::NothingToSplit`].
 pub fn auto_lists(model: &Graph, degree: usize) -> Result<AutoLists> {
-    let mut search = Search::new(model, degree);
-    // Each attempt but the last gives up some kind of layer for good.
-    while !search.attempt()? {}
-    search.finish()
+    let mut skipped = BTreeSet::new();
+    let mut best = Candidate::new(model, degree, &skipped)?;
+    // A pair begins at the first layer that can. Without that layer it may begin behind it.
+    for group in 0..best.auto.choices.len() {
+        if best.auto.choices[group].kind == Some(SplitKind::Col) {
+            skipped.insert(group);
+            match Candidate::new(model, degree, &skipped) {
+                Ok(other) if other.is_better_than(&best) => best = other,
+                Ok(_) | Err(_) => {
+                    skipped.remove(&group);
+                }
+            }
+        }
+    }
+    Ok(best.auto)
+}
+
+/// A choice of layers, and what it is compared by.
+#[derive(Debug)]
+struct Candidate {
+    auto: AutoLists,
+    /// Elements of the matrices that are split.
+    elements: usize,
+    /// Bytes that a microbatch communicates.
+    bytes: usize,
+}
+
+impl Candidate {
+    /// Splits all layers that can be, but for some kinds.
+    fn new(model: &Graph, degree: usize, skipped: &BTreeSet<usize>) -> Result<Self> {
+        let mut search = Search::new(model, degree);
+        for &group in skipped {
+            let reason = "layers behind it are split, which communicates less";
+            search.groups[group].whole.get_or_insert(reason.to_owned());
+        }
+        // Each attempt but the last gives up some kind of layer for good.
+        while !search.attempt()? {}
+        let auto = search.finish()?;
+        let split = auto.choices.iter().filter(|choice| choice.kind.is_some());
+        Ok(Self {
+            elements: split.map(|choice| choice.elements).sum(),
+            bytes: rewrite(model, &auto.lists, degree)?.report.bytes(),
+            auto,
+        })
+    }
+
+    fn is_better_than(&self, other: &Self) -> bool {
+        let is_no_worse = self.elements >= other.elements && self.bytes <= other.bytes;
+        is_no_worse && (self.elements, self.bytes) != (other.elements, other.bytes)
+    }
 }
 
 /// Layers that are treated alike.

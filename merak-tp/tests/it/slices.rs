@@ -170,6 +170,29 @@ fn every_choice_has_a_reason() {
 }
 
 #[test]
+fn of_choices_that_split_as_much_the_one_that_communicates_least_is_taken() {
+    let chain = trace(|module| {
+        let narrow = linear(module, "first", &input(module, &[2, 64]), 8)?;
+        let bent = apply(module, Op::Activation(Activation::Silu), &[&narrow])?;
+        let wide = linear(module, "second", &bent, 64)?;
+        let bent = apply(module, Op::Activation(Activation::Silu), &[&wide])?;
+        let narrow = linear(module, "third", &bent, 8)?;
+        module.output("y", &linear(module, "head", &narrow, 3)?);
+        Ok(())
+    });
+    let auto = auto_lists(&chain, 2).unwrap();
+    let lines: Vec<_> = auto.choices.iter().map(ToString::to_string).collect();
+    insta::assert_snapshot!(lines.join("\n"), @"
+    auto whole first: layers behind it are split, which communicates less
+    auto col second: each rank goes on with its part
+    auto row third: its input comes split
+    ");
+    let chosen = rewrite(&chain, &auto.lists, 2).unwrap();
+    let first = LayerLists::col_row(["first"], ["second"]);
+    assert!(chosen.report.bytes() < rewrite(&chain, &first, 2).unwrap().report.bytes());
+}
+
+#[test]
 fn what_does_not_divide_stays_whole_or_is_refused() {
     // Three heads stop the attention; the rest of the block is split.
     let mut config = gpt2(1, 0.0, true);
