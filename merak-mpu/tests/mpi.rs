@@ -395,7 +395,7 @@ fn run_all() {
     for n in [1, 2, 4, 5] {
         succeeds(n, "suite");
     }
-    for n in [2, 3, 5] {
+    for n in [2, 3, 4, 5] {
         succeeds(n, "programs");
     }
     succeeds(3, "slots");

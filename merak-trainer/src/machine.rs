@@ -4,6 +4,15 @@ use merak_trace::take_product_scratch;
 use std::{fs, path::Path, thread};
 use sysinfo::{MemoryRefreshKind, Process, ProcessRefreshKind, ProcessesToUpdate, System};
 
+/// This process among those of all hosts that share a folder: its number, and the host's name.
+pub(crate) fn this_process() -> String {
+    let process = std::process::id();
+    match System::host_name() {
+        Ok(host) => format!("{process} on {host}"),
+        Err(_) => process.to_string(),
+    }
+}
+
 /// Cores that this process may use.
 pub(crate) fn num_cores() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)

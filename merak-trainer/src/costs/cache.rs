@@ -1,6 +1,8 @@
 //! The file that keeps measured times.
 
 use super::Profile;
+use crate::machine::this_process;
+use merak_mpu::hash::fnv1a;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fs, io, path::Path};
 
@@ -82,8 +84,9 @@ pub(super) fn write(file: &Path, profiles: &Profiles) {
             if let Some(folder) = file.parent() {
                 fs::create_dir_all(folder)?;
             }
-            // A concurrent reader sees the old file or the new one.
-            let draft = file.with_extension(format!("{}.tmp", std::process::id()));
+            // A concurrent reader sees the old file or the new one. Processes of several hosts may
+            // share the folder.
+            let draft = file.with_extension(format!("{:x}.tmp", fnv1a(this_process().bytes())));
             merak_ckpt::write_regular(&draft, &bytes)?;
             fs::rename(&draft, file)
         });

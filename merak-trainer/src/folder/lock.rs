@@ -1,7 +1,10 @@
 //! The lock of a folder, and the folders that are made for a run.
 
 use super::{LOCK, moves::remove_if_empty};
-use crate::error::{Error, FolderError, Result};
+use crate::{
+    error::{Error, FolderError, Result},
+    machine::this_process,
+};
 use merak_ckpt::{Error as CkptError, HeldFile};
 use std::{
     fs, io,
@@ -10,12 +13,7 @@ use std::{
 
 /// Takes the lock of a folder.
 pub(super) fn lock(folder: &Path) -> Result<HeldFile> {
-    let process = std::process::id();
-    let process = match sysinfo::System::host_name() {
-        Ok(host) => format!("{process} on {host}"),
-        Err(_) => process.to_string(),
-    };
-    HeldFile::take(&folder.join(LOCK), &process).map_err(|error| not_held(folder, error))
+    HeldFile::take(&folder.join(LOCK), &this_process()).map_err(|error| not_held(folder, error))
 }
 
 /// The error of a lock that cannot be taken.
