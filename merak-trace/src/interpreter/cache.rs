@@ -105,7 +105,7 @@ impl Interpreter {
     ///
     /// # Errors
     /// As for [`Interpreter::forward`], and when an attention is not causal or hides or biases
-    /// keys; the cache then loses the sequences.
+    /// keys, or positions are counted from masks or documents; the cache then loses the sequences.
     pub fn forward_cached(
         &self,
         params: &dyn Params,
@@ -143,8 +143,8 @@ impl Interpreter {
                 let with = (attentions, sequences, &mut passed[..]);
                 self.attend(&mut frame, params, node, with)?;
                 attentions += 1;
-            } else if let Op::Positions { first, .. } = self.op(node) {
-                self.place(&mut frame, node, *first, &positions)?;
+            } else if self.op(node).class() == Class::Source {
+                self.source(&mut frame, params, node, &positions)?;
             } else {
                 self.step(&mut frame, params, node)?;
             }
@@ -171,6 +171,28 @@ impl Interpreter {
 
     fn op(&self, node: NodeId) -> &Op {
         &self.program.graph.node(node).op
+    }
+
+    /// Runs a source. Those that depend on the place in a sequence count from its positions that
+    /// have passed; one that has no rule here would count within the piece, and is refused.
+    fn source(
+        &self,
+        frame: &mut Frame,
+        params: &dyn Params,
+        id: NodeId,
+        positions: &[usize],
+    ) -> Result<()> {
+        match self.op(id) {
+            Op::Positions { first, .. } => self.place(frame, id, *first, positions),
+            Op::Zeros { .. } => self.step(frame, params, id),
+            other => Err(Error::Backend {
+                node: self.call(id, &frame.context).name.to_owned(),
+                reason: format!(
+                    "`{}` covers whole sequences, which pass in pieces here",
+                    other.name()
+                ),
+            }),
+        }
     }
 
     /// Gives a node of positions the positions within the sequences as its result.

@@ -4,7 +4,7 @@ use crate::support::{backends, context, numbers, params, value};
 use merak_trace::{
     Batch, Continuation, Interpreter, KvCache, RunContext, SharedBackend, SingleRank, StageCuts,
     StageProgram, Tail,
-    models::{self, Head, TraceOptions},
+    models::{self, Head, TraceOptions, Visible},
 };
 use serde_json::{Value as Json, json};
 use std::sync::Arc;
@@ -168,4 +168,37 @@ fn assert_near(found: &[f64], expected: &[f64], what: &str) {
         .zip(expected)
         .all(|(a, b)| (a - b).abs() < 1e-5);
     assert!(are_near, "{what}: {found:?}, expected {expected:?}");
+}
+
+#[test]
+fn positions_that_are_counted_in_documents_do_not_pass_in_pieces() {
+    let config = json!({ "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": 32, "n_embd": 12, "n_layer": 1,
+        "n_head": 3 });
+    let model = models::from_config(&config).unwrap();
+    let options = TraceOptions {
+        visible: Visible::Document,
+        ..TraceOptions::training(1, 3).with_head(Head::Logits)
+    };
+    let graph = model.trace(&options).unwrap();
+    let program = StageProgram::inference(&graph, &StageCuts::whole(&graph), 0);
+    let program = Arc::new(program.unwrap());
+    for backend in backends(1) {
+        let groups = Arc::new(SingleRank);
+        let runner = Interpreter::new(Arc::clone(&program), Arc::clone(&backend), groups);
+        let params = params(&backend, &program.graph);
+        let inputs = program.inputs.iter().map(|port| {
+            let ty = program.graph.ty(port.value);
+            (port.name.clone(), value(&backend, ty, &[1.0; 3]))
+        });
+        let next = Continuation {
+            cache: &mut KvCache::default(),
+            sequences: &[(0, 3)],
+            tail: None,
+        };
+        let batch: Batch = inputs.collect();
+        let forwarded = runner.forward_cached(&params.views, &batch, Vec::new(), context(), next);
+        let error = forwarded.expect_err("it is refused").to_string();
+        let reason = "`document_positions` covers whole sequences, which pass in pieces here";
+        assert!(error.ends_with(reason), "{error}");
+    }
 }
