@@ -145,9 +145,10 @@ impl Exchange {
         let Ring {
             slice,
             keys,
-            with_grads,
+            direction,
+            ..
         } = node.op.ring()?;
-        let times = 1 + usize::from(with_grads);
+        let times = direction.pairs();
         let whole = |value: &ValueId| graph.ty(*value).with_dim(slice.dim, slice.full);
         let pair = node.inputs[keys].iter();
         let bytes: usize = pair.map(|value| whole(value).size_bytes()).sum();

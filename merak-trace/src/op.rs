@@ -13,8 +13,8 @@ pub use autocast::Autocast;
 pub use cost::Cost;
 pub use facts::{Class, ResultMemory};
 pub use fields::{
-    Activation, Attention, AttentionOptions, AxisSlice, DropoutSpec, JoinedGrad, Keys, Places,
-    Reduction, Ring, Rope, WeightLayout,
+    Activation, Attention, AttentionOptions, AxisSlice, Direction, DropoutSpec, JoinedGrad, Keys,
+    Places, Reduction, Ring, Rope, WeightLayout,
 };
 pub use region::{Collective, Region, RegionKind};
 pub use relative_buckets::RelativeBuckets;

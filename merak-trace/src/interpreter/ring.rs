@@ -16,7 +16,7 @@ use super::{Interpreter, regions::failed};
 use crate::{
     Error, Op, Result, TensorType, Value,
     backend::Call,
-    op::{self, Attention, Keys},
+    op::{self, Attention, Direction, Keys},
 };
 use merak_mpu::{Communicator, Group, Message, Packet, Pending};
 
@@ -64,14 +64,17 @@ impl Interpreter {
     pub(super) fn around(
         &self,
         call: Call<'_>,
-        ring: &op::Ring,
+        ring: &op::Ring<'_>,
         inputs: Vec<Value>,
     ) -> Result<Vec<Value>> {
+        let op::Ring {
+            spec, direction, ..
+        } = *ring;
         let group = self.groups.along(ring.slice.axis);
-        match call.op {
-            Op::Attention(spec) => self.ring(&Ring { group, call, spec }, inputs),
-            Op::AttentionGrad(spec) => self.ring_grad(&Ring { group, call, spec }, inputs),
-            _ => self.backend.run(call, inputs),
+        let ring = Ring { group, call, spec };
+        match direction {
+            Direction::Forward => self.ring(&ring, inputs),
+            Direction::Gradient => self.ring_grad(&ring, inputs),
         }
     }
 

@@ -1,6 +1,9 @@
 //! What passes and planners ask about an operation, in one table.
 
-use super::{AxisSlice, DropoutSpec, Op, Reduction, Region, RegionKind, Ring, WeightLayout};
+use super::{
+    Attention, AxisSlice, Direction, DropoutSpec, Op, Reduction, Region, RegionKind, Ring,
+    WeightLayout,
+};
 use merak_mpu::Axis;
 
 /// Where the results of an operation lie.
@@ -193,18 +196,76 @@ impl Op {
         region.kind.forward().map(|_| region.axis)
     }
 
-    /// What goes round the ranks, if something does.
-    pub fn ring(&self) -> Option<Ring> {
-        let (spec, keys, with_grads) = match self {
-            Self::Attention(spec) => (spec, 1..3, false),
-            Self::AttentionGrad(spec) => (spec, 2..4, true),
-            _ => return None,
-        };
+    /// The keys and values that go round the ranks, if some do.
+    pub fn ring(&self) -> Option<Ring<'_>> {
+        let (spec, direction) = self.attends()?;
         Some(Ring {
+            spec,
             slice: spec.ring()?,
-            keys,
-            with_grads,
+            keys: match direction {
+                Direction::Forward => 1..3,
+                Direction::Gradient => 2..4,
+            },
+            direction,
         })
+    }
+
+    /// The attention that the operation computes, or whose gradient it computes.
+    fn attends(&self) -> Option<(&Attention, Direction)> {
+        match self {
+            Self::Attention(spec) => Some((spec, Direction::Forward)),
+            Self::AttentionGrad(spec) => Some((spec, Direction::Gradient)),
+            Self::Positions { .. }
+            | Self::SeenPositions { .. }
+            | Self::DocumentPositions { .. }
+            | Self::RelativeBuckets(_)
+            | Self::Linear { .. }
+            | Self::LinearGradInput { .. }
+            | Self::LinearGradWeight { .. }
+            | Self::MatMul { .. }
+            | Self::Embedding { .. }
+            | Self::EmbeddingGrad { .. }
+            | Self::LayerNorm { .. }
+            | Self::LayerNormGradInput
+            | Self::LayerNormGradParams
+            | Self::RmsNorm { .. }
+            | Self::RmsNormGradInput
+            | Self::RmsNormGradParams
+            | Self::JoinAttention
+            | Self::Rope(_)
+            | Self::Activation(_)
+            | Self::ActivationGrad(_)
+            | Self::SiluMul
+            | Self::SiluMulGrad
+            | Self::Softmax
+            | Self::SoftmaxGrad
+            | Self::InverseRoot
+            | Self::Dropout(_)
+            | Self::CrossEntropy { .. }
+            | Self::CrossEntropyGrad { .. }
+            | Self::VocabMax { .. }
+            | Self::VocabSums { .. }
+            | Self::VocabLoss { .. }
+            | Self::Add
+            | Self::Mul
+            | Self::Scale { .. }
+            | Self::SumLeading { .. }
+            | Self::SumAll
+            | Self::SumAllGrad
+            | Self::Identity
+            | Self::Cast { .. }
+            | Self::Reshape { .. }
+            | Self::Transpose { .. }
+            | Self::Split { .. }
+            | Self::Concat { .. }
+            | Self::Zeros { .. }
+            | Self::CopyTo { .. }
+            | Self::AllReduce { .. }
+            | Self::AllGather { .. }
+            | Self::Scatter { .. }
+            | Self::ReduceScatter { .. }
+            | Self::AllToAll { .. } => None,
+        }
     }
 
     /// Whether a backend computes the results; the interpreter has those of other operations.

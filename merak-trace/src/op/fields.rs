@@ -175,15 +175,36 @@ pub enum Keys {
     OfRank(usize),
 }
 
-/// What goes round the ranks in an attention, or in its gradient.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ring {
+/// An attention, or its gradient, whose keys and values go round the ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Ring<'a> {
+    /// The attention.
+    pub spec: &'a Attention,
     /// The slice of the sequence whose keys and values a rank brings.
     pub slice: AxisSlice,
     /// Positions of keys and values among the operands.
     pub keys: Range<usize>,
-    /// Whether gradients of keys and values follow them.
-    pub with_grads: bool,
+    /// What is computed on the way.
+    pub direction: Direction,
+}
+
+/// Whether a ring computes an attention or its gradient.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// The attention.
+    Forward,
+    /// Its gradient: gradients of keys and values follow them.
+    Gradient,
+}
+
+impl Direction {
+    /// Pairs of tensors that go round.
+    pub fn pairs(self) -> usize {
+        match self {
+            Self::Forward => 1,
+            Self::Gradient => 2,
+        }
+    }
 }
 
 /// Where the queries and the keys of an attention lie in a sequence of `len` positions.

@@ -11,7 +11,7 @@ use crate::{
 use merak_ckpt::words::Bytes;
 use merak_trace::{
     Coord, Graph, Node, Op, Overlap, StageProgram, TensorType, ValueId,
-    op::{Attention, Class, Cost, Keys, RegionKind, Ring},
+    op::{Attention, Class, Cost, Direction, Keys, RegionKind, Ring},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -241,7 +241,7 @@ impl Profile {
 
     /// Seconds of an attention whose keys and values go round, or of its gradient: those of its
     /// rounds, and of the messages between.
-    fn ring(&self, graph: &Graph, node: &Node, ring: &Ring) -> f64 {
+    fn ring(&self, graph: &Graph, node: &Node, ring: &Ring<'_>) -> f64 {
         let mut timed = calls(graph, node).into_iter();
         let compute = timed.try_fold(0.0, |sum, (call, count)| {
             Some(sum + count * self.nodes.get(&call)?)
@@ -249,7 +249,7 @@ impl Profile {
         let compute = compute.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)));
         let keys = graph.ty(node.inputs[ring.keys.start]);
         // Gradients come home to their owner; keys and values end one rank before it.
-        let trips = 1 + usize::from(ring.with_grads);
+        let trips = ring.direction.pairs();
         let messages = trips * ranks_of(graph, node, ring) - 1;
         let message = self.network.send.seconds(2 * keys.size_bytes());
         self.per_node + compute + messages as f64 * message
@@ -314,8 +314,7 @@ pub(super) fn of_node(graph: &Graph, node: &Node) -> String {
 /// The calls of a backend that a node is, by their signatures, and how many of each: one for most
 /// nodes; in a ring, those of the rounds in which queries meet keys, in the mean of the ranks.
 pub(super) fn calls(graph: &Graph, node: &Node) -> Vec<(String, f64)> {
-    let (Some(ring), Op::Attention(spec) | Op::AttentionGrad(spec)) = (node.op.ring(), &node.op)
-    else {
+    let Some(ring) = node.op.ring() else {
         let own = node.op.has_kernel().then(|| (of_node(graph, node), 1.0));
         return own.into_iter().collect();
     };
@@ -327,7 +326,7 @@ pub(super) fn calls(graph: &Graph, node: &Node) -> Vec<(String, f64)> {
         let place = Coord::default().with(slice.axis, rank);
         Attention {
             keys,
-            ..spec.clone()
+            ..ring.spec.clone()
         }
         .meets(place, local)
     };
@@ -336,31 +335,32 @@ pub(super) fn calls(graph: &Graph, node: &Node) -> Vec<(String, f64)> {
     let met = met as f64 / ranks as f64;
     let of_one = Attention {
         keys: Keys::OfRank(0),
-        ..spec.clone()
+        ..ring.spec.clone()
     };
     let call = |op: &Op, operands: &[&TensorType], results: &[&TensorType]| {
         signature(op, operands.iter().copied(), results.iter().copied())
     };
     let sum = |ty| call(&Op::Add, &[ty, ty], &[ty]);
-    let mut calls = if ring.with_grads {
-        vec![
+    let mut calls = match ring.direction {
+        Direction::Forward => {
+            let joined = [results[0], results[1], results[0], results[1]];
+            vec![
+                (call(&Op::Attention(of_one), &operands, &results), met),
+                (call(&Op::JoinAttention, &joined, &results), met - 1.0),
+            ]
+        }
+        Direction::Gradient => vec![
             (call(&Op::AttentionGrad(of_one), &operands, &results), met),
             (sum(results[0]), met - 1.0),
             (sum(results[1]), 2.0 * (met - 1.0)),
-        ]
-    } else {
-        let joined = [results[0], results[1], results[0], results[1]];
-        vec![
-            (call(&Op::Attention(of_one), &operands, &results), met),
-            (call(&Op::JoinAttention, &joined, &results), met - 1.0),
-        ]
+        ],
     };
     calls.retain(|(_, count)| *count > 0.0);
     calls
 }
 
 /// The ranks of a ring, at least one.
-fn ranks_of(graph: &Graph, node: &Node, ring: &Ring) -> usize {
+fn ranks_of(graph: &Graph, node: &Node, ring: &Ring<'_>) -> usize {
     let keys = graph.ty(node.inputs[ring.keys.start]);
     (ring.slice.full / keys.shape[ring.slice.dim].max(1)).max(1)
 }
