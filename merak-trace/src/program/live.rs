@@ -277,7 +277,25 @@ impl<'a> Walk<'a> {
         self.overwrites
             && match node.op.class() {
                 Class::Add => node.inputs.iter().all(is_like),
-                _ => is_like(&node.inputs[0]),
+                Class::Source
+                | Class::Linear(_)
+                | Class::Lookup
+                | Class::LayerNorm
+                | Class::RmsNorm
+                | Class::Attention
+                | Class::Rope
+                | Class::Activation
+                | Class::Dropout
+                | Class::Loss(_)
+                | Class::Mul
+                | Class::Identity
+                | Class::Form
+                | Class::Transpose
+                | Class::Total
+                | Class::Function
+                | Class::Constant
+                | Class::Gradient
+                | Class::Region(_) => is_like(&node.inputs[0]),
             }
     }
 

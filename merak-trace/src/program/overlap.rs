@@ -391,8 +391,26 @@ impl Terms {
                     terms.extend(&node.inputs);
                 }
                 Class::Linear(_) => found.products.push(id),
-                _ if matches!(node.op, Op::LinearGradInput { .. }) => found.products.push(id),
-                _ => {}
+                Class::Gradient if matches!(node.op, Op::LinearGradInput { .. }) => {
+                    found.products.push(id);
+                }
+                Class::Source
+                | Class::Lookup
+                | Class::LayerNorm
+                | Class::RmsNorm
+                | Class::Attention
+                | Class::Rope
+                | Class::Activation
+                | Class::Dropout
+                | Class::Loss(_)
+                | Class::Mul
+                | Class::Form
+                | Class::Transpose
+                | Class::Total
+                | Class::Function
+                | Class::Constant
+                | Class::Gradient
+                | Class::Region(_) => {}
             }
         }
         found
