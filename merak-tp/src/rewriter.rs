@@ -65,8 +65,10 @@ pub fn rewrite_with(model: &Graph, options: &Options) -> Result<Rewritten> {
                 report: Report::new(options.axis, 1),
             });
         }
-        degree if options.axis == Axis::Tensor => options.lists.check(degree)?,
-        _ => {}
+        degree => match options.axis {
+            Axis::Tensor => options.lists.check(degree)?,
+            Axis::Sequence | Axis::Data | Axis::Pipeline => {}
+        },
     }
     refuse_rewritten(model, options.axis)?;
     split(model, options).map_err(|mut error| {
@@ -90,7 +92,7 @@ pub fn rewrite_with(model: &Graph, options: &Options) -> Result<Rewritten> {
 fn split(model: &Graph, options: &Options) -> Result<Rewritten> {
     let matches = match options.axis {
         Axis::Sequence => matching::Matches::default(),
-        _ => matching::find(model, options)?,
+        Axis::Tensor | Axis::Data | Axis::Pipeline => matching::find(model, options)?,
     };
     let mut report = Report::new(options.axis, options.degree);
     report.kept_whole = matches.kept_whole;

@@ -37,7 +37,9 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
             }
             (is_split, site.shard(0).cloned())
         }
-        _ => (along(PACKED).any(|shard| shard.is_some()), None),
+        Axis::Tensor | Axis::Data | Axis::Pipeline => {
+            (along(PACKED).any(|shard| shard.is_some()), None)
+        }
     };
     let dropout = spec.dropout;
     let dropout = dropout.map(|dropout| of_heads(site, spec.heads, dropout));

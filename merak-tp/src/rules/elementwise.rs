@@ -29,10 +29,12 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
     let is_slice = shard.is_of_one() && !site.pads(0);
     let spec = match site.options.axis {
         Axis::Sequence => of_sequence(site, shard, dropout),
-        axis => dropout.slice.is_none().then_some(DropoutSpec {
-            slice: Some(AxisSlice::new(axis, shard.dim, shard.parts[0])),
-            ..*dropout
-        }),
+        axis @ (Axis::Tensor | Axis::Data | Axis::Pipeline) => {
+            dropout.slice.is_none().then_some(DropoutSpec {
+                slice: Some(AxisSlice::new(axis, shard.dim, shard.parts[0])),
+                ..*dropout
+            })
+        }
     };
     let Some(spec) = spec.filter(|_| is_slice) else {
         return site.whole();
