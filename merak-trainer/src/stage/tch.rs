@@ -26,6 +26,27 @@ pub(super) fn backend(
     }))
 }
 
+/// A rule with a step on devices.
+enum DeviceRule {
+    /// Adam, whose weight decay stands apart from the gradient where it is `decoupled`.
+    Adam { decoupled: bool },
+    /// Stochastic gradient descent.
+    Sgd,
+}
+
+/// The step on devices of an optimizer; `None` where it steps in host memory.
+fn device_rule(optimizer: OptimizerKind) -> Option<DeviceRule> {
+    match optimizer {
+        OptimizerKind::AdamW => Some(DeviceRule::Adam { decoupled: true }),
+        OptimizerKind::Adam => Some(DeviceRule::Adam { decoupled: false }),
+        OptimizerKind::Sgd => Some(DeviceRule::Sgd),
+        OptimizerKind::Adafactor
+        | OptimizerKind::Lamb
+        | OptimizerKind::Lion
+        | OptimizerKind::Muon => None,
+    }
+}
+
 /// Steps flat buffers of a backend.
 #[derive(Debug)]
 pub(super) struct Steps {
@@ -44,8 +65,7 @@ impl Steps {
 
 impl StepDevice for Steps {
     fn has(&self, rule: OptimizerKind) -> bool {
-        use OptimizerKind::{Adam, AdamW, Sgd};
-        matches!(rule, AdamW | Adam | Sgd)
+        device_rule(rule).is_some()
     }
 
     fn zeros(&self, len: usize) -> Result<Box<dyn Buffer>, DeviceError> {
@@ -83,8 +103,11 @@ impl StepDevice for Steps {
             grad_scale,
         } = *step;
         let pieces: Vec<_> = pieces.iter().map(piece).collect();
-        match config.optim {
-            OptimizerKind::AdamW | OptimizerKind::Adam => {
+        let Some(rule) = device_rule(config.optim) else {
+            return Err(format!("{} is not among its rules", config.optim).into());
+        };
+        match rule {
+            DeviceRule::Adam { decoupled } => {
                 let [exp_avg, exp_avg_sq] = state else {
                     return Err("Adam keeps two moments".into());
                 };
@@ -93,14 +116,14 @@ impl StepDevice for Steps {
                     betas: [config.adam_beta1, config.adam_beta2],
                     epsilon: config.adam_epsilon,
                     weight_decay: config.weight_decay,
-                    decoupled: config.optim == OptimizerKind::AdamW,
+                    decoupled,
                     time,
                     grad_scale,
                 };
                 let moments = [&mut **exp_avg, &mut **exp_avg_sq];
                 self.backend.adam(&step, params, grads, moments, &pieces)?;
             }
-            OptimizerKind::Sgd => {
+            DeviceRule::Sgd => {
                 let step = SgdScalars {
                     lr,
                     momentum: config.sgd_momentum,
@@ -111,7 +134,6 @@ impl StepDevice for Steps {
                 let momentum = state.first_mut().map(|buffer| &mut **buffer);
                 self.backend.sgd(&step, params, grads, momentum, &pieces)?;
             }
-            other => return Err(format!("{other} is not among its rules").into()),
         }
         Ok(())
     }
