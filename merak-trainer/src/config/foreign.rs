@@ -14,7 +14,7 @@ use super::{
 
 /// Reads and writes a key by the names of a foreign enum.
 macro_rules! named_setting {
-    ($type:ty: $names:expr, $parse:expr, later $later:expr) => {
+    ($type:ty: $names:expr, $parse:expr) => {
         impl Setting for $type {
             fn expected(_: Range) -> String {
                 one_of(&$names)
@@ -26,7 +26,7 @@ macro_rules! named_setting {
 
             fn from_text(text: &str) -> Result<Self, Refusal> {
                 let parsed: Option<Self> = $parse(text);
-                parsed.ok_or_else(|| refuse(text, $names.into_iter(), $later))
+                parsed.ok_or_else(|| refuse(text, $names.into_iter(), &[]))
             }
 
             fn to_value(&self) -> Value {
@@ -38,32 +38,27 @@ macro_rules! named_setting {
 
 named_setting!(
     TrainSchedule: TrainSchedule::all().map(Self::as_str).collect::<Vec<_>>(),
-    TrainSchedule::from_name,
-    later &[]
+    TrainSchedule::from_name
 );
 
 named_setting!(
     SplitMethod: SplitMethod::ALL.map(Self::as_str),
-    |text: &str| SplitMethod::ALL.into_iter().find(|method| method.as_str() == text),
-    later &[]
+    |text: &str| SplitMethod::ALL.into_iter().find(|method| method.as_str() == text)
 );
 
 named_setting!(
     RecomputeOp: RecomputeOp::ALL.map(Self::as_str),
-    |text: &str| RecomputeOp::ALL.into_iter().find(|op| op.as_str() == text),
-    later &[]
+    |text: &str| RecomputeOp::ALL.into_iter().find(|op| op.as_str() == text)
 );
 
 named_setting!(
     OptimizerKind: OptimizerKind::ALL.map(Self::as_str),
-    |text: &str| text.parse().ok(),
-    later &[]
+    |text: &str| text.parse().ok()
 );
 
 named_setting!(
     LrSchedulerType: LrSchedulerType::ALL.map(Self::as_str),
-    |text: &str| serde_json::from_value(Value::from(text)).ok(),
-    later &[]
+    |text: &str| serde_json::from_value(Value::from(text)).ok()
 );
 
 /// `none` is stage 0.
