@@ -186,8 +186,9 @@ impl Adapter {
         let mut updates = BTreeMap::new();
         for (module, factors) in &contents.modules {
             if !config.may_adapt(module) {
-                let reason =
-                    format!("it has factors for `{module}`, which is none of the `target_modules`");
+                let reason = format!(
+                    "it has factors for `{module}`, which is not among the `target_modules`"
+                );
                 return Err(foreign(file, reason));
             }
             let weight = base.parameter(&format!("{module}.weight"), file)?;

@@ -363,7 +363,7 @@ impl Group {
             ) => Err(Error::BadParts {
                 op: call.name(),
                 members: n,
-                reason: "it takes none of lengths of their own".to_owned(),
+                reason: "it takes no lengths of parts".to_owned(),
             }),
         }
     }

@@ -551,7 +551,9 @@ pub enum Violation {
         found: Tag,
     },
     /// Two actions that are to run at once are not a forward and a full backward.
-    #[error("is to run at once with what follows, but the two are no forward and full backward")]
+    #[error(
+        "is to run at once with the next action, but the two are not a forward and a full backward"
+    )]
     NoPair,
     /// A backward is to run at once with its own forward.
     #[error("runs at once with {backward}, which needs it")]

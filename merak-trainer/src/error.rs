@@ -8,6 +8,7 @@ mod plan;
 mod resume;
 mod words;
 
+pub(crate) use self::words::NO_LENGTH;
 use self::words::{at_scale, of_a_split, or_scale, sides_of, stages_of, with_key_and_place};
 pub use self::{
     config::ConfigError, data::DataError, folder::FolderError, plan::PlanError,

@@ -234,7 +234,7 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     cannot read LORA/adapter_config.json: `lora_alpha` is 1e+39, expected a number that f32 can hold
     cannot read LORA: it has no adapter_model.safetensors or adapter_model.bin
     cannot read LORA/adapter_model.safetensors: it has 8327 bytes, by its header it should have 8328
-    cannot read LORA/adapter_model.safetensors: it has factors for `transformer.h.0.attn.c_attn`, which is none of the `target_modules`
+    cannot read LORA/adapter_model.safetensors: it has factors for `transformer.h.0.attn.c_attn`, which is not among the `target_modules`
     cannot read LORA/adapter_model.safetensors: `base_model.model.transformer.h.0.attn.c_attn.lora_A.weight` has rank 4, in the configuration it is 7
     cannot read LORA/adapter_model.safetensors: `transformer.h.0.attn.c_attn` has no magnitude vector, but `use_dora` is true
     cannot read LORA/adapter_model.safetensors: it has no tensor

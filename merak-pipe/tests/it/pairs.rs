@@ -137,7 +137,7 @@ fn pairs_that_cannot_run_at_once_are_refused() {
     insta::assert_snapshot!(refusal("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n"), @"deadlock: rank 0 waits at position 2 ((0F1;0B0)OVERLAP_F_B) for the gradient of microbatch 0 from stage 1 to stage 0");
     let mut schedule = dualpipe(2, 4);
     schedule.pairs.insert((0, 0));
-    insta::assert_snapshot!(schedule.validate().unwrap_err(), @"rank 0, position 1: 0F0 is to run at once with what follows, but the two are no forward and full backward");
+    insta::assert_snapshot!(schedule.validate().unwrap_err(), @"rank 0, position 1: 0F0 is to run at once with the next action, but the two are not a forward and a full backward");
     let error = Schedule::from_sized_csv("mine", "0F0,(0F1;0W0)OVERLAP_F_B\n").unwrap_err();
     assert_eq!(error.to_string(), "line 1, cell 2 is no action");
 }

@@ -23,7 +23,7 @@ use super::{
     setting::Setting,
     special::{Ratios, TokenizerSource},
 };
-use crate::error::{ConfigError, Error, Result};
+use crate::error::{ConfigError, Error, NO_LENGTH, Result};
 
 /// The checks, with the places of keys for their messages.
 struct Checker<'a> {
@@ -615,7 +615,7 @@ fn check_stream(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     )?;
     require(
         a.max_steps > 0 || !a.do_train,
-        &"false unless \"max_steps\" is set: nobody knows how many steps an epoch has",
+        &format_args!("false unless \"max_steps\" is set: {NO_LENGTH}"),
     )?;
     require(
         data.validation_path.is_some() || !(a.do_eval || a.do_predict),

@@ -151,10 +151,10 @@ pub type Names = BTreeSet<String>;
 /// Samples by index. Ranks that need the same sample call this with the same index and get the same
 /// tensors.
 pub trait Dataset: Send + Sync + fmt::Debug {
-    /// Number of samples; `usize::MAX` where nobody knows it.
+    /// Number of samples; `usize::MAX` for a stream.
     fn len(&self) -> usize;
 
-    /// Whether nobody knows the number of samples: training then takes them in their order, one
+    /// Whether the number of samples is not known: training then takes them in their order, one
     /// pass without an end.
     fn is_stream(&self) -> bool {
         false
@@ -240,8 +240,8 @@ pub struct Subset {
 }
 
 impl Subset {
-    /// Splits off the last `fraction` of the samples, rounded down; none of a stream, whose end
-    /// nobody knows.
+    /// Splits off the last `fraction` of the samples, rounded down; none of a stream, which has no
+    /// known end.
     pub fn split(data: &Arc<dyn Dataset>, fraction: f64) -> [Self; 2] {
         let held_out = if data.is_stream() {
             0

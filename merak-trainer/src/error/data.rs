@@ -1,7 +1,7 @@
 //! Errors of data.
 
 use super::words::{
-    of_path, other_share, own_tokenizer, passed_over, purpose_of_samples, records_of,
+    NO_LENGTH, of_path, other_share, own_tokenizer, passed_over, purpose_of_samples, records_of,
 };
 use merak_ckpt::words::{Bytes, brief, file, sentence};
 use merak_mpu::names::did_you_mean;
@@ -421,7 +421,7 @@ pub enum DataError {
     },
     /// A folder whose name is no class of the model.
     #[error(
-        "the folder \"{}\" of \"{key}\" is none of the model's {classes} classes: name it as in \"label2id\" of the model's \
+        "the folder \"{}\" of \"{key}\" is not among the model's {classes} classes: name it as in \"label2id\" of the model's \
          configuration{}",
         brief(class), did_you_mean(nearest.as_deref())
     )]
@@ -450,7 +450,7 @@ pub enum DataError {
         classes: usize,
     },
     /// A stream where the number of samples must be known.
-    #[error("{purpose} takes each sample once, and nobody knows how many samples a stream has")]
+    #[error("{purpose} takes each sample once, but {NO_LENGTH}")]
     Endless {
         /// What is asked for.
         purpose: &'static str,

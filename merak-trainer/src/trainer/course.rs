@@ -4,7 +4,7 @@ use super::{TrainerParts, evaluation};
 use crate::{
     config::CheckedArguments,
     data::{BatchShape, Dataset, IGNORED_LABEL, TrainingOrder, has_labels},
-    error::{ConfigError, DataError, Error, Result},
+    error::{ConfigError, DataError, Error, NO_LENGTH, Result},
 };
 use merak_zero::LrSchedule;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ impl Course {
         if args.max_steps <= 0 && parts.train_data.as_ref().is_some_and(is_endless) {
             return Err(Error::Config(ConfigError::MissingKey {
                 key: "max_steps",
-                advice: "nobody knows how many steps a stream has".to_owned(),
+                advice: NO_LENGTH.to_owned(),
             }));
         }
         let total_steps = order
@@ -46,7 +46,7 @@ impl Course {
             Some(data) if is_endless(data) && args.eval_iters.is_none() => {
                 return Err(Error::Config(ConfigError::MissingKey {
                     key: "eval_iters",
-                    advice: "nobody knows how many samples a stream has".to_owned(),
+                    advice: NO_LENGTH.to_owned(),
                 }));
             }
             Some(data) => {

@@ -31,7 +31,7 @@ impl Tch {
             }),
             None => Err(Error::Backend {
                 node: "autocast".to_owned(),
-                reason: format!("to {dtype} is none to 16 bits: choose bf16 or f16"),
+                reason: format!("{dtype} does not have 16 bits: choose bf16 or f16"),
             }),
         }
     }

@@ -120,7 +120,7 @@ mod with_the_feature {
         let place = golden();
         let mistake = || place.mistake("train merak.toml --overwrite_output_dir");
         fs::rename(place.path("images/dogs"), place.path("images/dog")).expect("it is there");
-        assert_snapshot!(mistake(), @r#"error: the folder "dog" of "data.path" is none of the model's 2 classes: name it as in "label2id" of the model's configuration; did you mean "dogs"?"#);
+        assert_snapshot!(mistake(), @r#"error: the folder "dog" of "data.path" is not among the model's 2 classes: name it as in "label2id" of the model's configuration; did you mean "dogs"?"#);
         fs::rename(place.path("images/dog"), place.path("images/dogs")).expect("it is there");
         fs::copy(
             place.path("images/dogs/clear.png"),

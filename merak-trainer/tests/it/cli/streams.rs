@@ -126,7 +126,7 @@ fn a_stream_that_cannot_be_read_is_refused() {
     let mistake =
         |keys: &str| place.mistake(&format!("train merak.toml --data.streaming true {keys}"));
     assert_snapshot!(mistake("--do_eval true"), @r#"error: "data.streaming" is true (command line --data.streaming), but must be false unless "data.validation_path" is set, or "do_eval" and "do_predict" are false: a stream has no end to validate on"#);
-    assert_snapshot!(mistake("--do_eval false --max_steps -1"), @r#"error: "data.streaming" is true (command line --data.streaming), but must be false unless "max_steps" is set: nobody knows how many steps an epoch has"#);
+    assert_snapshot!(mistake("--do_eval false --max_steps -1"), @r#"error: "data.streaming" is true (command line --data.streaming), but must be false unless "max_steps" is set: a stream has no known length"#);
     assert_snapshot!(mistake("--do_eval false --data.format tokens"), @r#"error: "data.streaming" is true (command line --data.streaming), but must be false while "data.format" is "tokens", whose files are read as they are needed anyway"#);
     assert_snapshot!(place.mistake("train merak.toml --data.shuffle_buffer 10"), @r#"error: "data.shuffle_buffer" is 10 (command line --data.shuffle_buffer), but must be unset unless "data.streaming" is true: all other samples are shuffled as a whole"#);
     place.write("text/a.txt", "too short");
