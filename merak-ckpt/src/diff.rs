@@ -9,7 +9,7 @@ use std::ops::Range;
 /// Elements that are compared at once.
 const BLOCK_ELEMENTS: usize = 1 << 18;
 
-/// How far two values may be apart: `|a - b| <= atol + rtol * |b|`.
+/// The distance that two values may have: `|a - b| <= atol + rtol * |b|`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Tolerance {
     /// Relative to the second checkpoint's value.
@@ -18,7 +18,7 @@ pub struct Tolerance {
     pub atol: f64,
 }
 
-/// Where two checkpoints agree and where they differ.
+/// The agreement and the differences of two checkpoints.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct DiffReport {
     /// Number of tensors that both have and that agree.
@@ -41,7 +41,7 @@ pub struct TensorDiff {
     pub difference: Difference,
 }
 
-/// How a tensor differs.
+/// The difference between two tensors of a name.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "difference", rename_all = "snake_case")]
 #[non_exhaustive]
@@ -68,7 +68,7 @@ pub enum Difference {
     Values(ValueDiff),
 }
 
-/// How far the values of a tensor are apart.
+/// The distances between the values of two tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
 pub struct ValueDiff {
     /// Elements of the tensor.
@@ -83,7 +83,7 @@ pub struct ValueDiff {
     pub max_relative: f64,
 }
 
-/// What a [`DiffReport`] says, in a few numbers.
+/// A [`DiffReport`] in a few numbers.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct DiffSummary {
     /// Number of tensors that both have and that agree.

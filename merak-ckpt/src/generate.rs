@@ -4,7 +4,7 @@ use crate::{BoxError, Error, Result, Sampler};
 use serde::{Deserialize, Serialize};
 use std::{borrow::Cow, ops::ControlFlow};
 
-/// How to continue prompts. The names are those of the configuration keys, and of
+/// Settings for the continuation of prompts. The names are those of the configuration keys, and of
 /// `generation_config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]

@@ -4,7 +4,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// What a stored tensor is to the model.
+/// The role of a stored tensor in the model.
 ///
 /// One name may occur once per kind: a parameter and its optimizer state share the name.
 /// In files a kind is a string: `parameter`, or the name of the optimizer state.

@@ -6,7 +6,7 @@ use crate::{Cut, Error, Result};
 use std::convert::Infallible;
 use std::ops::Range;
 
-/// How a local tensor (what a rank holds, row-major) lies in the global one.
+/// The place of a local tensor (the elements of a rank, row-major) in the global one.
 ///
 /// A local tensor is made of [`Part`]s, boxes of the global tensor. Mostly there is one; a fused
 /// `[q k v]` weight under tensor parallelism has three. Elements of the local tensor that are in
@@ -220,7 +220,7 @@ impl Layout {
         }
     }
 
-    /// How tensor parallelism cuts the tensor, where that was noted.
+    /// The cut of the tensor by tensor parallelism, where that was noted.
     pub fn cut(&self) -> Option<&Cut> {
         self.cut.as_ref()
     }

@@ -13,7 +13,7 @@ use crate::{Base, Checksum, Cut, DType, Error, Kind, Region};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::ops::Range;
 
-/// What a checkpoint holds and where: the content of `manifest.json`.
+/// The contents of a checkpoint and their places: the content of `manifest.json`.
 ///
 /// A manifest that was read, or written by [`Draft::commit`](crate::Draft::commit), is sound: names
 /// are in order and unique, every slice lies in its file and its tensor, no two slices share bytes
@@ -96,7 +96,7 @@ pub struct FileEntry {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
     /// Its name, unique within the kind.
     pub name: String,
@@ -104,7 +104,7 @@ pub struct TensorEntry {
     pub dtype: DType,
     /// Global shape.
     pub shape: Vec<usize>,
-    /// How tensor parallelism cuts it, where the writer said so.
+    /// Its cut by tensor parallelism, where the writer said so.
     #[serde(
         default,
         deserialize_with = "present",

@@ -25,13 +25,13 @@ pub(crate) const METADATA: [&str; 2] = ["format", "pt"];
 /// Names a rank's piece of a tensor: the whole local tensor, or a flat range of it.
 #[derive(Debug, Clone)]
 pub struct Piece<'a> {
-    /// What the tensor is.
+    /// The kind of the tensor.
     pub kind: &'a Kind,
     /// Its name.
     pub name: &'a str,
     /// Element type.
     pub dtype: DType,
-    /// How the local tensor lies in the global one.
+    /// The place of the local tensor in the global one.
     pub layout: &'a Layout,
     /// Flat range of the **local** tensor (a ZeRO part), where it is not all of it.
     pub range: Option<Range<usize>>,
@@ -40,13 +40,13 @@ pub struct Piece<'a> {
 /// A [`Piece`] that borrows nothing, so that another thread can take it.
 #[derive(Debug, Clone)]
 pub struct OwnedPiece {
-    /// What the tensor is.
+    /// The kind of the tensor.
     pub kind: Kind,
     /// Its name.
     pub name: String,
     /// Element type.
     pub dtype: DType,
-    /// How the local tensor lies in the global one.
+    /// The place of the local tensor in the global one.
     pub layout: Layout,
     /// Flat range of the **local** tensor, where it is not all of it.
     pub range: Option<Range<usize>>,
@@ -61,7 +61,7 @@ pub enum ShardKind {
     Optimizer,
 }
 
-/// What a rank has written: it travels to the rank that commits.
+/// The files and slices that a rank has written: they travel to the rank that commits.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shard {

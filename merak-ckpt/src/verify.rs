@@ -8,7 +8,7 @@ use crate::manifest::SliceEntry;
 use crate::{Checkpoint, Checksum};
 use xxhash_rust::xxh3::Xxh3;
 
-/// What a full check has looked at and found.
+/// The files and tensors that a full check has read, and the damage that it has found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifyReport {
     /// Files besides the manifest.
@@ -19,7 +19,7 @@ pub struct VerifyReport {
     pub slices: usize,
     /// Bytes of all files.
     pub bytes: u64,
-    /// What is wrong, in order of files, then tensors; empty for a good checkpoint.
+    /// The damage, in order of files, then tensors; empty for a good checkpoint.
     pub damage: Vec<Damage>,
 }
 

@@ -3,7 +3,7 @@
 use crate::{DType, Element, Error, Result, pages::zeroed};
 use std::{any::Any, fmt, ops::Range};
 
-/// Where the elements of a [`Buffer`] lie.
+/// The memory of the elements of a [`Buffer`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Memory {
@@ -61,9 +61,9 @@ pub trait Buffer: Any + Send + Sync + fmt::Debug {
         self.write(&mut |all| f(&mut all[bytes.clone()]));
     }
 
-    /// Where the elements lie until the buffer is dropped or turned into another type, wherever
-    /// the box is moved. An engine gives this address to a library that works on while the engine
-    /// does other things; meanwhile it calls no other method of the buffer.
+    /// The address of the elements until the buffer is dropped or turned into another type,
+    /// wherever the box is moved. An engine gives this address to a library that works on while the
+    /// engine does other things; meanwhile it calls no other method of the buffer.
     fn memory(&mut self) -> Memory;
 
     /// The queue of the device, by its address as CUDA's `CUstream`, in which work on the elements

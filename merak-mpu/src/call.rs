@@ -53,7 +53,7 @@ pub(crate) enum Parts {
     Listed(Arc<[usize]>),
 }
 
-/// What all members of a group must agree on.
+/// The facts of a call that all members of a group must agree on.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Fingerprint {
     pub(crate) call: Call,

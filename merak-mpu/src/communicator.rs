@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How the elements of several ranks become one.
+/// The operation that joins the elements of several ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ReduceOp {
     /// Addition, in ascending group rank: `((x0 + x1) + x2) + ...` in f32 for 16-bit floats.
@@ -149,7 +149,7 @@ impl<T> fmt::Debug for Pending<T> {
     }
 }
 
-/// What a collective that is started gives: its result to come.
+/// The pending result of a collective.
 pub type Started = Result<Pending<Box<dyn Buffer>>>;
 
 /// A rank's turn at computing, which ends when it is dropped; see [`Communicator::turn`].

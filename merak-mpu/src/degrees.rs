@@ -4,7 +4,7 @@ use crate::{Axis, Error, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// How many ways the work is split along each axis; their product is the number of ranks.
+/// Number of parts of the work along each axis; their product is the number of ranks.
 ///
 /// ```
 /// use merak_mpu::Degrees;
@@ -113,7 +113,7 @@ impl Degrees {
         best.map(|(_, degrees)| degrees)
     }
 
-    /// Whether whatever these degrees split is split by the others.
+    /// Whether these degrees split the model, its layers and samples at least as far as the others.
     fn outsplits(&self, other: &Self) -> bool {
         other.pp <= self.pp && self.tp.is_multiple_of(other.tp) && self.sp.is_multiple_of(other.sp)
     }

@@ -29,7 +29,7 @@ pub enum Error {
     /// A peer did not come before the deadline.
     #[error("no answer within {after:?}: {wait}{}", also(.others))]
     Timeout {
-        /// How long this rank waited.
+        /// The time for which this rank waited.
         after: Duration,
         /// What it waited for.
         wait: Box<Wait>,

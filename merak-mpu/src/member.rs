@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-/// What an engine (threads, sockets, MPI or NCCL) offers to one rank of a world.
+/// The handle of an engine (threads, sockets, MPI or NCCL) for one rank of a world.
 pub trait Engine: Send + Sync + fmt::Debug {
     /// The rank that this handle belongs to.
     fn rank(&self) -> Rank;
@@ -33,10 +33,10 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// A world that has failed, or the longest wait, ends this too.
     fn end(&self);
 
-    /// What poisoned the world, if it is poisoned.
+    /// The failure that poisoned the world, if it is poisoned.
     fn failure(&self) -> Option<Failure>;
 
-    /// Where this rank runs.
+    /// The host and the place there that this rank runs on.
     fn locality(&self) -> Locality;
 
     /// One moment, the same on every rank, from which the timelines of the ranks count. Between
@@ -51,11 +51,11 @@ pub struct Failure {
     pub culprit: Rank,
     /// The rank that noticed.
     pub reporter: Rank,
-    /// What happened.
+    /// The cause.
     pub reason: String,
 }
 
-/// Where a rank runs.
+/// The host of a rank, and its place there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Locality {
     /// The number of the host, from 0 in the order of the hosts' first ranks.
@@ -136,7 +136,7 @@ impl Member {
         self.group("world", &everybody)
     }
 
-    /// Where this rank runs.
+    /// The host and the place there that this rank runs on.
     pub fn locality(&self) -> Locality {
         self.engine.locality()
     }
@@ -146,7 +146,7 @@ impl Member {
         self.engine.epoch()
     }
 
-    /// What poisoned the world, if it is poisoned.
+    /// The failure that poisoned the world, if it is poisoned.
     pub fn failure(&self) -> Option<Failure> {
         self.engine.failure()
     }

@@ -103,7 +103,7 @@ impl Mpu {
         self.member.rank()
     }
 
-    /// Where this rank runs.
+    /// The host and the place there that this rank runs on.
     pub fn locality(&self) -> Locality {
         self.member.locality()
     }

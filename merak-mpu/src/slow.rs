@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What a link adds to the time of a collective.
+/// The time that a link adds to a collective.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinkSpeed {
     /// From the start of a collective to its first byte.
@@ -74,12 +74,12 @@ impl SlowLink {
         }))
     }
 
-    /// How long the wire was busy so far.
+    /// The time for which the wire was busy so far.
     pub fn busy(&self) -> Duration {
         self.wire().busy
     }
 
-    /// How long the rank stood still for the link so far: for what no computing has hidden.
+    /// The time for which the rank waited for the link so far, as no computing has hidden it.
     pub fn waited(&self) -> Duration {
         self.wire().waited
     }

@@ -30,7 +30,7 @@ mod world;
 use crate::{Member, RunError, run::run_members};
 use std::{fmt::Display, sync::Arc, thread, time::Duration};
 
-/// How a world of threads behaves.
+/// Settings of a world of threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorldOptions {
     /// Longest wait for a peer; ten minutes by default.

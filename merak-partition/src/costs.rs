@@ -6,7 +6,7 @@ use merak_pipe::Costs;
 use merak_trace::{Graph, Hop, Node, Overlap, Phase, StageProgram, op::Cost};
 use std::{fmt, ops::Add};
 
-/// What the parts of a step cost, in any one unit of time.
+/// The costs of the parts of a step, in any one unit of time.
 ///
 /// A plan is a function of these numbers, so ranks that plan alone need the same ones.
 pub trait StepCosts: fmt::Debug {
@@ -22,7 +22,7 @@ pub trait StepCosts: fmt::Debug {
         false
     }
 
-    /// How many ranks of a pipeline compute at once.
+    /// Number of ranks of a pipeline that compute at once.
     fn cores(&self) -> f64 {
         f64::INFINITY
     }
@@ -56,7 +56,7 @@ impl StepCosts for Counted {
     }
 }
 
-/// What the phases of one microbatch cost on a part of the model.
+/// The costs of the phases of one microbatch on a part of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct PhaseCosts {
     /// The forward.

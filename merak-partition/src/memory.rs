@@ -27,7 +27,8 @@ impl Share {
     }
 }
 
-/// What a rank keeps for each element of its parameters. Frozen parameters have a weight alone.
+/// Bytes that a rank keeps for each element of its parameters. Frozen parameters have a weight
+/// alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParamBytes {
     /// The ranks that divide the trained weights, whose bytes are those of the type that they are
@@ -139,7 +140,7 @@ impl TrainingBytes {
 }
 
 impl ParamBytes {
-    /// What a rank with these parameters holds from step to step; no activations.
+    /// Bytes that a rank with these parameters holds from step to step; no activations.
     pub fn held(&self, params: ParamSums) -> TrainingBytes {
         let trained = match self.weight_ranks {
             0 | 1 => params.trained_bytes,
@@ -168,7 +169,7 @@ impl RankPrograms {
             .fold(ParamSums::default(), ParamSums::and)
     }
 
-    /// What the rank needs to train by these actions. Without actions it is what it needs beside
+    /// Bytes that the rank needs to train by these actions. Without actions they are those beside
     /// the values of microbatches.
     pub fn training_bytes(
         &self,
@@ -245,7 +246,7 @@ pub struct ForwardBytes {
     pub pool: usize,
 }
 
-/// What the forwards of a rank's stages need. Nothing is kept for a backward.
+/// Bytes that the forwards of a rank's stages need. Nothing is kept for a backward.
 pub fn forward_bytes(programs: &[StageProgram]) -> ForwardBytes {
     let peaks = programs.iter().map(|program| program.live_bytes().forward);
     let pools = programs.iter().map(StageProgram::kept_free_bytes);

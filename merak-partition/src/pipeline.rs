@@ -39,7 +39,7 @@ pub enum Layout {
     Exact,
 }
 
-/// How a graph is laid out.
+/// Settings of the layout of a graph.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PipelineOptions {
     /// Ranks, microbatches and stages per rank.
@@ -57,9 +57,9 @@ pub struct PipelineOptions {
     pub comm_cost: Option<f64>,
     /// The most bytes that a search gives a rank.
     pub memory_limit: Option<usize>,
-    /// What a rank keeps for each element of its parameters.
+    /// Bytes that a rank keeps for each element of its parameters.
     pub param_bytes: ParamBytes,
-    /// What backwards recompute.
+    /// The values that backwards recompute.
     pub recompute: Recompute,
 }
 
@@ -77,12 +77,12 @@ pub struct Pipeline {
     pub cuts: StageCuts,
     /// The order of the microbatches on each rank.
     pub schedule: Schedule,
-    /// How the schedule was found, where it was searched.
+    /// The search that found the schedule, where there was one.
     pub search: Option<Auto>,
     options: PipelineOptions,
     /// For each stage the rank of the pipeline that runs it.
     placement: Vec<usize>,
-    /// What each stage recomputes.
+    /// The recomputation of each stage.
     recompute: Vec<RecomputePlan>,
 }
 
@@ -276,7 +276,7 @@ impl Pipeline {
         ))
     }
 
-    /// What each stage holds, runs and exchanges.
+    /// The work, memory and messages of each stage.
     ///
     /// # Errors
     /// When a stage cannot be differentiated.

@@ -18,7 +18,7 @@ pub struct ReportOptions {
     pub recompute: Vec<RecomputePlan>,
     /// For each stage the rank that runs it; empty where each rank runs the stage of its number.
     pub placement: Vec<usize>,
-    /// What a rank keeps for each element of its parameters.
+    /// Bytes that a rank keeps for each element of its parameters.
     pub param_bytes: ParamBytes,
 }
 
@@ -68,9 +68,9 @@ pub struct StageReport {
     pub backward: Cost,
     /// Work of the recomputation.
     pub recompute: Cost,
-    /// What it sends: activations to the next stage, gradients to the one before.
+    /// Bytes that it sends: activations to the next stage, gradients to the one before.
     pub sent: HopBytes,
-    /// What it receives: activations from the stage before, gradients from the next.
+    /// Bytes that it receives: activations from the stage before, gradients from the next.
     pub received: HopBytes,
     /// Bytes of the forward's values that its backward uses.
     pub kept_bytes: usize,

@@ -26,7 +26,7 @@ impl fmt::Display for MicrobatchId {
     }
 }
 
-/// What an [`Action`] computes.
+/// The work of an [`Action`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
     /// `F`: the forward pass.
@@ -91,7 +91,7 @@ impl Kind {
 pub struct Action {
     /// The stage that computes.
     pub stage: StageId,
-    /// What it computes.
+    /// Its work.
     pub kind: Kind,
     /// The microbatch it computes on.
     pub microbatch: MicrobatchId,

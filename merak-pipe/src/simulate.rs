@@ -9,7 +9,7 @@ use crate::{
     validate,
 };
 
-/// What [`simulate`] finds, in the units of the costs.
+/// The result of [`simulate`], in the units of the costs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Simulation {
     /// When each action starts and ends.

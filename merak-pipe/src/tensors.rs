@@ -46,7 +46,7 @@ pub trait Autograd: HostTensor {
     fn elements(&self) -> Result<Vec<f64>, BoxError>;
 }
 
-/// What the stages of a model compute, in the operations of a tensor library.
+/// The functions of the stages of a model, in the operations of a tensor library.
 pub trait TensorModel {
     /// The library's tensor.
     type Tensor: Autograd;

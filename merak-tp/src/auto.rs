@@ -21,12 +21,12 @@ pub struct AutoLists {
     pub choices: Vec<Choice>,
 }
 
-/// What was chosen for the layers of one name.
+/// The choice for the layers of one name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Choice {
     /// Their path, with `{i}` in place of numbers.
     pub layers: String,
-    /// How they are split; `None`: whole on every rank.
+    /// Their split; `None`: whole on every rank.
     pub kind: Option<SplitKind>,
     /// Elements of their matrices.
     pub elements: usize,

@@ -29,7 +29,7 @@
 //!
 //! - [`LayerLists`] say which linear layers are split; [`default_lists`] has them for known
 //!   families, [`auto_lists`] chooses them for any graph, and [`set_tp_layer_lists`] keeps a user's
-//!   for trainers that are built later.
+//!   for later callers.
 //! - [`rewrite`] makes the [`Rewritten`] graph, with a [`Report`].
 //!
 //! # The algorithm

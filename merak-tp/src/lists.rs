@@ -56,7 +56,7 @@ pub struct Mapping {
     pub input: usize,
     /// Proportion of the output features.
     pub output: usize,
-    /// How such layers are split.
+    /// The split of such layers.
     pub kind: SplitKind,
 }
 
@@ -136,9 +136,9 @@ impl From<Mapping> for (usize, usize, SplitKind) {
 /// The lists of the last [`set_tp_layer_lists`].
 static LISTS: Mutex<Option<LayerLists>> = Mutex::new(None);
 
-/// Sets the lists for trainers that are built later in this process.
+/// Sets the lists for later callers of [`tp_layer_lists`] in this process.
 ///
-/// A trainer copies [`tp_layer_lists`] when it is built, so a later call disturbs no existing one.
+/// A caller gets a copy, so a later call of this function does not change what it has.
 /// Nothing else reads the setting: [`rewrite`](crate::rewrite) takes its lists as an argument.
 pub fn set_tp_layer_lists(lists: LayerLists) {
     *LISTS.lock().unwrap_or_else(PoisonError::into_inner) = Some(lists);

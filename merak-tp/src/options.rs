@@ -1,9 +1,9 @@
-//! What a rewrite is asked for.
+//! The options of a rewrite.
 
 use crate::LayerLists;
 use merak_trace::Axis;
 
-/// How values between the split regions lie on the ranks of an axis.
+/// The placement of values between the split regions on the ranks of an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sequence {
     /// Every rank has all of them.
@@ -44,7 +44,7 @@ pub enum SequenceMethod {
     Ring,
 }
 
-/// What is split, over how many ranks, and how values between the split regions lie.
+/// The layers that are split, the ranks that share them, and the values between the split regions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     /// The axis of the mesh: that of tensors, whose ranks share the layers of the lists, or that of
@@ -58,7 +58,7 @@ pub struct Options {
     /// are looked up, and output layers with as many features. Every rank has room for the same
     /// number of entries; padding makes up where the degree does not divide them.
     pub vocab: Option<usize>,
-    /// How values between the split regions lie.
+    /// The placement of values between the split regions.
     pub sequence: Sequence,
     /// How the attentions of a cut sequence see what other ranks have.
     pub(crate) method: SequenceMethod,

@@ -5,7 +5,7 @@ use merak_trace::{Axis, Graph, ValueId, needs_grad, op::Collective};
 use serde::Serialize;
 use std::fmt;
 
-/// What a rewrite split, gathered and communicates; its `Display` is a page of text.
+/// The splits, gathers and communication of a rewrite; its `Display` is a page of text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
     /// The axis over which the model is split.
@@ -23,7 +23,7 @@ pub struct Report {
     pub unmatched: Vec<String>,
     /// Why layers were chosen, where no lists said so.
     pub choices: Vec<Choice>,
-    /// What one microbatch communicates over the axis, by collective and direction.
+    /// The communication of one microbatch over the axis, by collective and direction.
     pub collectives: Vec<CollectiveBytes>,
 }
 
@@ -32,7 +32,7 @@ pub struct Report {
 pub struct SplitModule {
     /// Path of the module.
     pub module: String,
-    /// How it is split.
+    /// Its split.
     pub kind: SplitKind,
     /// The list and its entry.
     pub matched_by: String,
@@ -74,7 +74,7 @@ pub struct CollectiveBytes {
     pub collective: &'static str,
     /// Whether they run in the backward.
     pub backward: bool,
-    /// How many there are.
+    /// Number of them.
     pub count: usize,
     /// Bytes of the whole values together. Over a ring of `T` ranks each sends `2(T-1)/T` of them
     /// in an all-reduce; `(T-1)/T` in an all-gather, in a reduce-scatter, or where keys and values

@@ -18,11 +18,11 @@ pub struct LayerTraffic {
     pub layer: String,
     /// Name of the collective.
     pub collective: &'static str,
-    /// How many there are in the forward.
+    /// Number of them in the forward.
     pub forward: usize,
-    /// How many run again before the backward.
+    /// Number of them that run again before the backward.
     pub recomputed: usize,
-    /// How many there are in the backward.
+    /// Number of them in the backward.
     pub backward: usize,
     /// Bytes of the whole values of all of them. Over a ring of `T` ranks each sends `2(T-1)/T` of
     /// them in an all-reduce; `(T-1)/T` in an all-gather, in a reduce-scatter, or where keys and
@@ -114,7 +114,7 @@ impl Traffic {
 pub(crate) struct Exchange {
     /// Name of the collective.
     pub(crate) name: &'static str,
-    /// How many there are.
+    /// Number of them.
     pub(crate) count: usize,
     /// Bytes of the whole values that are summed, joined or turned, or that go round.
     pub(crate) bytes: usize,

@@ -57,7 +57,7 @@ id!(
     "p"
 );
 
-/// Where a value comes from.
+/// The origin of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     /// Given from outside under the name at this position of [`Graph::inputs`].
@@ -78,7 +78,7 @@ pub enum Source {
 pub struct ValueInfo {
     /// Shape and element type.
     pub ty: TensorType,
-    /// Where it comes from.
+    /// Its origin.
     pub source: Source,
 }
 
@@ -89,7 +89,7 @@ pub struct Node {
     pub name: Arc<str>,
     /// Path of the module that called the operation, as `transformer.h.3.attn`.
     pub scope: Arc<str>,
-    /// What it computes.
+    /// Its operation.
     pub op: Op,
     /// Operands.
     pub inputs: Vec<ValueId>,
@@ -150,7 +150,7 @@ pub struct Graph {
     names: BTreeSet<Arc<str>>,
     /// Number of requests for each base name.
     name_counts: BTreeMap<Arc<str>, u32>,
-    /// What runs while the collectives of a training pass.
+    /// The work that runs while the collectives of a training pass.
     overlap: Overlap,
 }
 
@@ -160,8 +160,8 @@ impl Graph {
         Self::default()
     }
 
-    /// What runs while collectives pass in the [training](crate::StageProgram::training) of this
-    /// model.
+    /// The work that runs while collectives pass in the [training](crate::StageProgram::training)
+    /// of this model.
     pub fn overlap(&self) -> Overlap {
         self.overlap
     }

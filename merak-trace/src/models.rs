@@ -121,7 +121,7 @@ impl TraceOptions {
     }
 }
 
-/// The sizes that reports, partitioners and the trainer ask a model for.
+/// The sizes of a model that reports, partitioners and callers read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelInfo {
     /// The family, as `model_type` in `config.json`.

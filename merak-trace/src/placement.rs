@@ -5,7 +5,7 @@ use merak_mpu::{Axis, Coord};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// How one logical tensor lies on the ranks of a mesh axis.
+/// The placement of one logical tensor on the ranks of a mesh axis.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Placement {
@@ -105,7 +105,7 @@ impl Placement {
         Self::Shard(Shard::new(dim, vec![size]))
     }
 
-    /// How the tensor is cut, if it is.
+    /// The cut of the tensor, if there is one.
     pub fn as_shard(&self) -> Option<&Shard> {
         match self {
             Self::Shard(shard) => Some(shard),
@@ -123,7 +123,7 @@ impl Placement {
     }
 }
 
-/// How one logical tensor lies on the mesh: a [`Placement`] for each axis.
+/// The placement of one logical tensor on the mesh: a [`Placement`] for each axis.
 ///
 /// A tensor that is cut along several axes is cut by one after the other: each cuts what those
 /// before it left. Along an axis without an entry every rank has the same.
@@ -140,7 +140,7 @@ struct OnAxis {
 }
 
 impl Placements {
-    /// How the tensor lies on the ranks of an axis.
+    /// The placement of the tensor on the ranks of an axis.
     pub fn on(&self, axis: Axis) -> &Placement {
         let found = self.0.iter().find(|entry| entry.axis == axis);
         found.map_or(&Placement::Replicate, |entry| &entry.placement)

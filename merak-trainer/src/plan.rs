@@ -235,7 +235,7 @@ impl Plan {
         stages.into_iter().map(program).collect()
     }
 
-    /// What each stage holds, runs and exchanges.
+    /// The work, memory and messages of each stage.
     ///
     /// # Errors
     /// When a stage cannot be differentiated.
@@ -243,7 +243,7 @@ impl Plan {
         Ok(self.report()?)
     }
 
-    /// What the plan decides, as text: plans that run alike have the same text.
+    /// The decisions of the plan as text: plans that run alike have the same text.
     ///
     /// # Errors
     /// As [`Plan::partition_report`].
@@ -252,7 +252,7 @@ impl Plan {
         Ok(format!("{report}\n{}", self.schedule.to_csv()))
     }
 
-    /// How tensor parallelism cuts parameters, also with one tensor-parallel rank.
+    /// The cuts of parameters by tensor parallelism, also with one tensor-parallel rank.
     pub(crate) fn param_cuts(&self) -> Result<BTreeMap<String, Shard>> {
         if self.draft.degrees.tp == 1 {
             return Ok(merak_tp::cuts_with(&self.graph, &self.draft.split)?);
@@ -310,7 +310,7 @@ impl Plan {
     }
 }
 
-/// What the arguments say about the pipeline.
+/// The settings of the pipeline among the arguments.
 fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
     let method = Layout::Method;
     Ok(PipelineOptions {
@@ -345,7 +345,7 @@ fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
     })
 }
 
-/// What each of `replicas` ranks with the same parameters keeps in memory for an element of them.
+/// Bytes in memory of each of `replicas` ranks with the same parameters for an element of them.
 pub(crate) fn param_bytes(args: &CheckedArguments, replicas: usize) -> ParamBytes {
     let kept = kept_bytes(args, replicas);
     if args.offload() != Some(Offload::Disk) {
@@ -363,7 +363,7 @@ pub(crate) fn kept_bytes(args: &CheckedArguments, replicas: usize) -> ParamBytes
     kept_under(&args.zero_config(1), replicas)
 }
 
-/// What each of `replicas` ranks keeps for an element under these settings of the optimizer.
+/// Bytes that each of `replicas` ranks keeps for an element under these settings of the optimizer.
 pub(crate) fn kept_under(config: &ZeroConfig, replicas: usize) -> ParamBytes {
     let kept = config.element_bytes(replicas);
     let share = |kept: KeptBytes| Share {

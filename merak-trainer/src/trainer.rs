@@ -61,7 +61,7 @@ use std::{
 /// a resumed run goes on alike.
 pub type LrScheduler = Arc<dyn Fn(u64, usize) -> f64 + Send + Sync>;
 
-/// What a trainer is made of besides the plan and the arguments.
+/// The parts of a trainer besides the plan and the arguments.
 #[derive(Default)]
 pub struct TrainerParts {
     /// Samples to train on.
@@ -99,7 +99,7 @@ impl fmt::Debug for TrainerParts {
     }
 }
 
-/// What [`MerakTrainer::train`] returns, the same on every rank.
+/// The result of [`MerakTrainer::train`], the same on every rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TrainOutput {
     /// Optimizer steps done since the beginning of the run, resumed parts included.
@@ -115,7 +115,7 @@ pub struct TrainOutput {
     pub rollbacks: usize,
     /// Passes over the data, the last one as a fraction.
     pub epoch: f64,
-    /// How long training took, evaluations and saves included.
+    /// The time of training, evaluations and saves included.
     pub train_runtime: Duration,
     /// Tokens that were trained on.
     pub tokens: u64,
@@ -288,7 +288,7 @@ impl MerakTrainer {
         &self.stages.mpu
     }
 
-    /// What each stage holds, runs and exchanges.
+    /// The work, memory and messages of each stage.
     ///
     /// # Errors
     /// As [`Plan::partition_report`].

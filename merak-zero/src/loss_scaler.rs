@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize, de};
 /// it only ends the growth where all of them are.
 const MAX_POWER: u32 = 100;
 
-/// How the gradient of the loss is multiplied, so that small gradients do not vanish in f16.
+/// The scaling of the gradient of the loss, so that small gradients do not vanish in f16.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum LossScaling {
     /// By one scale throughout.
@@ -91,7 +91,7 @@ fn power(exponent: u32) -> f64 {
     2_f64.powi(exponent.cast_signed())
 }
 
-/// Where a dynamic scale stands, as a checkpoint keeps it.
+/// The state of a dynamic scale, as a checkpoint keeps it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ScalerState {
     /// The scale.
@@ -164,7 +164,7 @@ impl LossScaler {
         self.state.scale
     }
 
-    /// What a checkpoint keeps; nothing of a fixed scale.
+    /// The state that a checkpoint keeps; `None` of a fixed scale.
     pub fn state(&self) -> Option<ScalerState> {
         matches!(self.scaling, LossScaling::Dynamic(_)).then_some(self.state)
     }

@@ -236,7 +236,7 @@ impl OptimizerConfig {
         }
     }
 
-    /// What is kept for a parameter, under the names of PyTorch's state dicts.
+    /// The state of a parameter, under the names of PyTorch's state dicts.
     pub fn state_of(&self, spec: &ParamSpec) -> Vec<StateKind> {
         let dims = spec.shape.len();
         match self.rule_of(spec) {

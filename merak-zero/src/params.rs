@@ -33,7 +33,7 @@ pub struct ParamSpec {
     /// a tensor-parallel slice; for a parameter that all tensor ranks hold whole, on tensor rank 0
     /// alone; for a tied weight, on the first stage that owns it alone.
     pub counts_in_norm: bool,
-    /// How the tensor group cuts the parameter; `None`: each of its ranks holds all of it.
+    /// The cut of the parameter over the tensor group; `None`: each of its ranks holds all of it.
     pub cut: Option<TensorCut>,
     /// Whether each rank of the tensor group has a summand of the gradient of a parameter that all
     /// of them hold whole, as each works on a slice of the sequence.
@@ -44,7 +44,7 @@ pub struct ParamSpec {
     pub lr_scale: f64,
 }
 
-/// How a tensor-parallel group cuts a parameter.
+/// The cut of a parameter over a tensor-parallel group.
 ///
 /// The dimension of the whole parameter consists of `parts`, each of which is cut into equal
 /// pieces, one for each rank: a fused projection has a part for each of its projections. Where the

@@ -7,10 +7,10 @@ use crate::{
 };
 use merak_mpu::Group;
 
-/// How an optimizer reduces, clips and steps.
+/// Settings of the reductions, clipping and steps of an optimizer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroConfig {
-    /// What the data x sequence group divides.
+    /// The values that the data x sequence group divides.
     pub stage: ZeroStage,
     /// The update rule.
     pub optimizer: OptimizerConfig,
@@ -127,7 +127,7 @@ pub struct KeptBytes {
     pub ranks: usize,
 }
 
-/// What a rank keeps for each element of a trained parameter.
+/// Bytes that a rank keeps for each element of a trained parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ElementBytes {
     /// The ranks that divide the weights, whose bytes are those of their own type. A rank that has
@@ -165,7 +165,7 @@ impl ZeroConfig {
         }
     }
 
-    /// What each of `replicas` ranks with the same parameters keeps for an element of them.
+    /// Bytes that each of `replicas` ranks with the same parameters keeps for an element of them.
     ///
     /// ```
     /// use merak_zero::{ZeroConfig, ZeroStage};

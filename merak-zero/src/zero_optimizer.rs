@@ -23,7 +23,7 @@ use std::{
     sync::Arc,
 };
 
-/// How far an optimizer has come.
+/// The progress of an optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Progress {
     /// Updates done: the `t` of bias corrections and of learning-rate schedules.
@@ -203,7 +203,7 @@ impl ZeroOptimizer {
         }
     }
 
-    /// Where each parameter lies in the flat buffers.
+    /// The place of each parameter in the flat buffers.
     pub fn layout(&self) -> &FlatLayout {
         &self.layout
     }
@@ -276,7 +276,7 @@ impl ZeroOptimizer {
         self.keep_in_files()
     }
 
-    /// How many updates were done and skipped.
+    /// Number of updates that were done, and that were skipped.
     pub fn progress(&self) -> Progress {
         self.progress
     }
@@ -286,13 +286,13 @@ impl ZeroOptimizer {
         self.progress = progress;
     }
 
-    /// What the gradient of the loss is multiplied by in the step in hand; 1 without
+    /// The factor of the gradient of the loss in the step in hand; 1 without
     /// [`ZeroConfig::loss_scaling`].
     pub fn loss_scale(&self) -> f64 {
         self.scaler.as_ref().map_or(1.0, LossScaler::scale)
     }
 
-    /// Where the loss scale stands, for a checkpoint; `None` without one, or if it is fixed.
+    /// The state of the loss scale, for a checkpoint; `None` without one, or if it is fixed.
     pub fn scaler_state(&self) -> Option<ScalerState> {
         self.scaler.as_ref().and_then(LossScaler::state)
     }

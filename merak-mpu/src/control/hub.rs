@@ -103,7 +103,8 @@ impl Desk {
     }
 }
 
-/// The moment of a beat, for one who has slept through a part of the time since then.
+/// The moment of a beat, moved on by the time in which this process did not run, but not beyond
+/// now.
 fn excused(beat: Instant, absence: Duration) -> Instant {
     beat.checked_add(absence)
         .unwrap_or(beat)

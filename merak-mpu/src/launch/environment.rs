@@ -7,7 +7,7 @@ use super::{
 use crate::{Error, Result, control::complain, hash::fnv1a, tcp};
 use std::{fmt, time::Duration};
 
-/// What started this process.
+/// The program that started this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Launcher {
@@ -32,7 +32,7 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// What a launcher told this process about its world.
+/// The facts about its world that a launcher gave this process.
 ///
 /// - torchrun and `merak launch`: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`,
 ///   `MASTER_ADDR` and `MASTER_PORT`;

@@ -14,7 +14,7 @@ pub(crate) trait Wire: Send + fmt::Debug {
     /// Reads some bytes: 0 where none are there now, and none at the end of the stream.
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<Option<usize>>;
 
-    /// What to poll for bytes, if anything tells of them, and whether it tells of room to write.
+    /// The socket to poll for bytes, if there is one, and whether it reports room to write too.
     fn socket(&self) -> Option<(BorrowedFd<'_>, bool)>;
 
     /// Whether bytes are there that no poll of the socket tells of.

@@ -171,7 +171,7 @@ impl Device {
         self.0.ordinal
     }
 
-    /// What tells this device from all others, whatever numbers processes give it.
+    /// The identifier of the device: the same in all processes, whose numbers for it may differ.
     pub fn uuid(&self) -> [u8; 16] {
         self.0.uuid
     }

@@ -13,7 +13,7 @@ use merak_trace::{
 };
 use std::collections::BTreeMap;
 
-/// What backwards recompute.
+/// The values that backwards recompute.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Recompute {
     /// Nothing.
@@ -66,7 +66,7 @@ struct Choice<'a> {
 }
 
 impl LaidOut<'_> {
-    /// What each stage recomputes under a schedule.
+    /// The recomputation of each stage under a schedule.
     ///
     /// # Errors
     /// [`Error::ActivationBudget`] when full recomputation is still above the budget.

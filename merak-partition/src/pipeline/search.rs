@@ -26,9 +26,9 @@ use std::sync::Arc;
 /// The result of a search.
 pub(super) struct Found {
     pub(super) schedule: Schedule,
-    /// What each stage recomputes under that schedule.
+    /// The recomputation of each stage under that schedule.
     pub(super) recompute: Vec<RecomputePlan>,
-    /// How the schedule was found, unless it is the one that the search starts from.
+    /// The search that found the schedule, unless it is the one that the search starts from.
     pub(super) search: Option<Auto>,
 }
 

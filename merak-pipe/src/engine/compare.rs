@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-/// How far a pipelined step is from the same step without a pipeline.
+/// The distance between a pipelined step and the same step without a pipeline.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Comparison {
     /// Numbers that were compared.

@@ -24,9 +24,9 @@ use crate::{Action, BoxError};
 /// [`compare_with_unpipelined`](crate::compare_with_unpipelined) tests a module against these
 /// rules.
 pub trait StageModule {
-    /// What stages send each other; the gradient of a payload is a payload too.
+    /// The message between stages; the gradient of a payload is a payload too.
     type Payload: Send + 'static;
-    /// What can go wrong; the engine adds rank, stage and microbatch.
+    /// The failure of a stage; the engine adds rank, stage and microbatch.
     type Error: Into<BoxError>;
 
     /// Runs a stage forward and keeps what its backward needs.

@@ -50,7 +50,7 @@ use std::{any::Any, cell::Cell};
 use storage::{Handle, TchBuffer, kind_of, shape_of, size_bytes};
 use tch::{Cuda, Device, Kind, Tensor};
 
-/// Where libtorch computes.
+/// The device that libtorch computes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TchDevice {
     /// The processor.
@@ -99,7 +99,7 @@ impl Tch {
         })
     }
 
-    /// How many CUDA devices there are; 0 where libtorch has no CUDA half or finds no driver.
+    /// Number of CUDA devices; 0 where libtorch has no CUDA half or finds no driver.
     pub fn num_cuda_devices() -> usize {
         match shim::load_cuda() {
             Ok(()) => usize::try_from(Cuda::device_count()).unwrap_or(0),

@@ -6,7 +6,7 @@ use super::{
 };
 use merak_mpu::Axis;
 
-/// Where the results of an operation lie.
+/// The place of the results of an operation in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ResultMemory {
     /// In memory of their own.
@@ -20,7 +20,7 @@ pub enum ResultMemory {
     Sum,
 }
 
-/// What an operation is to the passes over a graph. Operations of one class are treated alike.
+/// The class of an operation in the passes over a graph. Operations of one class are treated alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class<'a> {
     /// Numbers that come from sizes or masks: no parameter enters.
@@ -169,17 +169,17 @@ impl Op {
         self.facts().0
     }
 
-    /// What it is to the passes over a graph.
+    /// The class in the passes over a graph.
     pub fn class(&self) -> Class<'_> {
         self.facts().1
     }
 
-    /// Where the results lie.
+    /// The place of the results in memory.
     pub fn result_memory(&self) -> ResultMemory {
         self.facts().2
     }
 
-    /// What it does between ranks, if it is a border between whole and sharded work.
+    /// Its work between ranks, if it is a border between whole and sharded work.
     pub fn region(&self) -> Option<Region<'_>> {
         let Class::Region(region) = self.class() else {
             return None;

@@ -5,7 +5,7 @@ use merak_mpu::{Axis, Coord};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// How the matrix of a linear layer is stored.
+/// The layout of the matrix of a linear layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightLayout {
@@ -68,7 +68,7 @@ impl Activation {
     }
 }
 
-/// Where a slice of a tensor that is cut over the ranks of an axis lies in the whole tensor.
+/// The place of a slice in the whole tensor, which is cut over the ranks of an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AxisSlice {
     /// The mesh axis over which the dimension is cut.
@@ -117,7 +117,7 @@ impl AxisSlice {
     }
 }
 
-/// How an all-reduce joins the values of all ranks.
+/// The function by which an all-reduce joins the values of all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reduction {
@@ -207,7 +207,7 @@ impl Direction {
     }
 }
 
-/// Where the queries and the keys of an attention lie in a sequence of `len` positions.
+/// The places of the queries and the keys of an attention in a sequence of `len` positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Places {
     /// The places of the queries.

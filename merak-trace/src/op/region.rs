@@ -23,9 +23,9 @@ pub enum RegionKind<'a> {
     AllReduce(Reduction),
     /// [`Op::AllGather`](super::Op::AllGather).
     AllGather {
-        /// How the result is cut.
+        /// The cut of the result.
         shard: &'a Shard,
-        /// What the gradient of the result is.
+        /// The gradient of the result.
         grad: JoinedGrad,
     },
     /// [`Op::Scatter`](super::Op::Scatter) of an operand that is cut in this way.
@@ -34,9 +34,9 @@ pub enum RegionKind<'a> {
     ReduceScatter(&'a Shard),
     /// [`Op::AllToAll`](super::Op::AllToAll).
     AllToAll {
-        /// How the operand is cut.
+        /// The cut of the operand.
         from: &'a Shard,
-        /// How the result is cut.
+        /// The cut of the result.
         to: &'a Shard,
     },
 }

@@ -10,7 +10,7 @@ use std::{
     ops::Range,
 };
 
-/// Where a model is cut: stage `s` has nodes `bounds[s]..bounds[s + 1]`.
+/// The cuts of a model: stage `s` has nodes `bounds[s]..bounds[s + 1]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StageCuts {
     bounds: Vec<usize>,

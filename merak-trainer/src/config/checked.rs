@@ -62,8 +62,8 @@ impl CheckedArguments {
         own
     }
 
-    /// What is said of each key with another value than its default that has no effect, because of
-    /// the value of another one.
+    /// Warning for each key whose value is not its default and has no effect, because of the value
+    /// of another key.
     pub fn without_effect(&self) -> Vec<String> {
         without_effect(&self.arguments)
     }
@@ -283,8 +283,9 @@ impl CheckedArguments {
         self.offload_optimizer.filter(changes)
     }
 
-    /// What runs while sums over tensor-parallel ranks pass: nothing where there are none, nor of a
-    /// microbatch of one sample, which has no halves, nor where the sequence comes before samples.
+    /// The work that runs while sums over tensor-parallel ranks pass. There is none without such
+    /// sums, for microbatches of one sample, which have no halves, and where the sequence comes
+    /// before the samples.
     pub(crate) fn overlap(&self) -> Overlap {
         match self.without_overlap() {
             Some(_) => Overlap::None,

@@ -121,7 +121,7 @@ const IDLE: &[Idle] = &[
     ),
 ];
 
-/// What is said of each key with another value than its default that has no effect.
+/// Warning for each key whose value is not its default and has no effect.
 pub(super) fn without_effect(args: &MerakArguments) -> Vec<String> {
     let idle = IDLE.iter().filter(|(_, acts, _)| !acts(args));
     let changed = |name: &str| {
