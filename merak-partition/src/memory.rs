@@ -156,6 +156,34 @@ impl ParamBytes {
             ..TrainingBytes::default()
         }
     }
+
+    /// Bytes that a rank with these parameters and values needs to train by these actions.
+    pub(crate) fn training(
+        &self,
+        params: ParamSums,
+        values: &RankValues,
+        actions: &[Action],
+    ) -> TrainingBytes {
+        let batches = values.batch.saturating_mul(values.microbatches);
+        let peak = activation_bytes(actions, &values.live);
+        TrainingBytes {
+            activations: batches.saturating_add(peak),
+            pool: values.pool,
+            ..self.held(params)
+        }
+    }
+}
+
+/// The bytes of a rank beside those of its parameters.
+pub(crate) struct RankValues {
+    /// The data of a microbatch that the rank loads.
+    pub(crate) batch: usize,
+    /// Microbatches of a step.
+    pub(crate) microbatches: usize,
+    /// The values of a microbatch on each stage.
+    pub(crate) live: BTreeMap<usize, StageBytes>,
+    /// Memory of freed values that is kept for later values of the same length.
+    pub(crate) pool: usize,
 }
 
 impl RankPrograms {
@@ -180,14 +208,14 @@ impl RankPrograms {
         let programs = || self.stages.iter().map(|(_, program)| &**program);
         let stages = self.stages.iter();
         let live = stages.map(|(stage, program)| (*stage, stage_bytes(&program.live_bytes())));
-        let peak = activation_bytes(actions, &live.collect());
-        let batches = input_bytes(programs()).saturating_mul(microbatches);
         let pools = programs().map(StageProgram::kept_free_bytes);
-        TrainingBytes {
-            activations: batches.saturating_add(peak),
+        let values = RankValues {
+            batch: input_bytes(programs()),
+            microbatches,
+            live: live.collect(),
             pool: pools.max().unwrap_or(0),
-            ..bytes.held(self.sums())
-        }
+        };
+        bytes.training(self.sums(), &values, actions)
     }
 }
 

@@ -3,7 +3,7 @@
 use super::StageLoad;
 use crate::{
     ParamBytes,
-    memory::{ParamSums, activation_bytes, stage_bytes, total},
+    memory::{ParamSums, RankValues, stage_bytes, total},
 };
 use merak_pipe::{Schedule, StageBytes};
 use merak_trace::StageProgram;
@@ -117,14 +117,13 @@ impl RankMemory {
             let own = own.map(|(stage, (load, _))| (stage, &self.segments[load.segments.clone()]));
             let own: BTreeMap<_, _> = own.collect();
             let all = || own.values().copied().flatten();
-            let batches = batch(all()).saturating_mul(schedule.size.microbatches);
-            let values: BTreeMap<_, _> = own.iter().map(|(at, own)| (*at, together(own))).collect();
-            total([
-                self.bytes.held(sums(all())).total(),
-                batches,
-                activation_bytes(actions, &values),
-                all().map(|segment| segment.pool).max().unwrap_or(0),
-            ])
+            let values = RankValues {
+                batch: batch(all()),
+                microbatches: schedule.size.microbatches,
+                live: own.iter().map(|(at, own)| (*at, together(own))).collect(),
+                pool: all().map(|segment| segment.pool).max().unwrap_or(0),
+            };
+            self.bytes.training(sums(all()), &values, actions).total()
         });
         let fullest = needs.max().unwrap_or(0);
         self.least.set(self.least.get().min(fullest));
