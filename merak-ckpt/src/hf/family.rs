@@ -507,4 +507,22 @@ mod tests {
         assert_eq!(other("bert", tied), Some(own));
         assert_eq!(other("gpt2", "lm_head.weight"), None);
     }
+
+    #[cfg(feature = "graph")]
+    #[test]
+    fn classifiers_of_graphs_are_among_the_heads_of_files() {
+        use merak_trace::models;
+        let families = models::known_families().filter_map(|name| Some((of(name)?, name)));
+        let mut heads = 0;
+        for (files, name) in families {
+            let family = models::family(name).unwrap();
+            let outside = |module: &&&str| !module.starts_with(files.prefix);
+            for module in family.classifier.iter().filter(outside) {
+                let head = format!("{module}.");
+                assert!(TASK_HEADS.contains(&head.as_str()), "{name}: {module}");
+                heads += 1;
+            }
+        }
+        assert!(heads > 1, "{heads}");
+    }
 }

@@ -4,11 +4,13 @@
 //! `merak-ckpt/tests/goldens/hf/shapes.json` has what transformers saves of each family; tests of
 //! merak-ckpt hold its table against the same.
 //!
-//! What ZeRO divides by its stage is the same in `merak-zero`, which runs, and in `merak-ckpt`.
+//! What ZeRO divides by its stage is the same in `merak-zero`, which runs, and in `merak-ckpt`. The
+//! bytes that `merak-partition` counts by default are those that `merak-zero` keeps by default.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
 use merak_ckpt::{Cut, HfFolder, ImportOptions, Kind, import_hf};
+use merak_partition::ParamBytes;
 use merak_trace::{Graph, models};
 use merak_zero::{ZeroConfig, ZeroStage};
 use safetensors::{Dtype, tensor::TensorView};
@@ -149,5 +151,19 @@ fn checkpoints_divide_from_the_stages_that_runs_divide_from() {
                 "{kind:?} in stage {stage}"
             );
         }
+    }
+}
+
+#[test]
+fn plans_count_by_default_the_bytes_that_optimizers_keep_by_default() {
+    let kept = ZeroConfig::default().element_bytes(1);
+    let counted = ParamBytes::default();
+    assert_eq!(counted.weight_ranks, kept.weight_ranks);
+    for (counted, kept) in [
+        (counted.master, kept.master),
+        (counted.gradient, kept.gradient),
+        (counted.state, kept.state),
+    ] {
+        assert_eq!((counted.bytes, counted.ranks), (kept.bytes, kept.ranks));
     }
 }
