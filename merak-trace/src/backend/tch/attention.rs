@@ -1,5 +1,5 @@
-//! Attention by blockwise kernels, ATen's for the most part, or by products and a softmax where these
-//! do not apply.
+//! Attention by blockwise kernels, ATen's for the most part, or by products and a softmax where
+//! these do not apply.
 //!
 //! The blockwise kernels never hold all scores. The composed form does. It computes dropout, whose
 //! masks are drawn per score, the gradient of a table of relative positions, and on a device all
