@@ -71,7 +71,7 @@ pub use self::{
 use self::{
     key::Raw,
     layer::Layer,
-    reserved::{NO_EFFECT, RESERVED, sets_nothing},
+    reserved::{NO_EFFECT, RESERVED, is_true, sets_nothing},
     setting::Refusal,
 };
 use crate::error::{ConfigError, Error, Result};
@@ -220,8 +220,28 @@ impl Config {
     ///
     /// The first illegal value, with its place and the legal ones.
     pub fn check(&self) -> Result<CheckedArguments> {
+        self.check_use_cpu()?;
         check::check(&self.arguments, &|key| self.origin(key).to_string())
             .map_err(|error| self.locate(error))
+    }
+
+    /// `use_cpu`, which is no argument, agrees with the device.
+    fn check_use_cpu(&self) -> Result<()> {
+        let key = "use_cpu";
+        let asks = self.values.get(key).map(layer::raw);
+        let device = self.arguments.compute.device;
+        if device == Device::Cpu || !asks.is_some_and(|raw| is_true(&raw)) {
+            return Ok(());
+        }
+        Err(Error::Config(ConfigError::IllegalValue {
+            key,
+            found: "true".to_owned(),
+            place: self.origin(key).to_string(),
+            expected: format!(
+                "false while \"compute.device\" is \"{device}\" ({})",
+                self.origin("compute.device")
+            ),
+        }))
     }
 
     /// The content of `config.resolved.toml`: every key that has a value. Loading it gives the same

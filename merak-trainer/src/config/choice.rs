@@ -13,15 +13,15 @@ use super::{
     setting::{Refusal, Setting},
 };
 
-/// Declares an enum whose variants are documented names, with the names that a later version will
-/// add.
+/// Declares an enum whose variants are documented names, with known names that are not built, each
+/// with what is said behind the built ones.
 macro_rules! choices {
     (
         $(#[doc = $doc:literal])+
         $name:ident {
             $( $(#[doc = $variant_doc:literal])+ $variant:ident = $text:literal, )+
         }
-        later [$($later:literal),*]
+        later [$($later:literal $why:literal),*]
     ) => {
         $(#[doc = $doc])+
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +32,7 @@ macro_rules! choices {
 
         impl $name {
             const BUILT: &'static [(&'static str, Self)] = &[$(($text, Self::$variant)),+];
-            const LATER: &'static [&'static str] = &[$($later),*];
+            const LATER: &'static [(&'static str, &'static str)] = &[$(($later, $why)),*];
 
             /// The name that configurations use.
             pub fn as_str(self) -> &'static str {
@@ -106,7 +106,12 @@ choices! {
         /// The model's forward runs once on symbolic tensors.
         Fx = "fx",
     }
-    later ["dynamo", "none"]
+    later [
+        "dynamo"
+        ", which runs the model's own code: that is Rust, and there is no Python for dynamo to watch",
+        "none"
+        ", which traces the modules of a list too: a model of your own calls them in their order"
+    ]
 }
 
 choices! {
@@ -325,16 +330,17 @@ impl fmt::Display for HalfPrecision {
     }
 }
 
-/// The refusal of a name that is not built: either a later version's, or an unknown one.
+/// The refusal of a name that is not built: either one of `later`, each with what is said behind
+/// the built ones, or an unknown one.
 pub(crate) fn refuse<'a>(
     text: &str,
     built: impl Iterator<Item = &'a str>,
-    later: &[&str],
+    later: &[(&str, &str)],
 ) -> Refusal {
     let built: Vec<&str> = built.collect();
-    if later.contains(&text) {
+    if let Some((_, why)) = later.iter().find(|(name, _)| *name == text) {
         return Refusal::NotAvailable {
-            instead: one_of(&built),
+            instead: one_of(&built) + why,
         };
     }
     Refusal::Choice {
@@ -376,12 +382,12 @@ mod tests {
             PartitionMethod::from_text("custom"),
             Ok(PartitionMethod::Custom)
         );
-        assert_eq!(
-            TraceMethod::from_text("dynamo"),
-            Err(Refusal::NotAvailable {
-                instead: "fx".to_owned()
-            })
-        );
+        for name in ["dynamo", "none"] {
+            let Err(Refusal::NotAvailable { instead }) = TraceMethod::from_text(name) else {
+                panic!("{name} is refused");
+            };
+            assert!(instead.starts_with("fx, which "), "{instead}");
+        }
         let choices = "uniform, uniform_floor, parameters, custom, autopipe or exact".to_owned();
         assert_eq!(
             PartitionMethod::from_text("unifrom"),

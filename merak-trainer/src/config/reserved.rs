@@ -1,5 +1,6 @@
 //! Keys that are known but do nothing: features of a later version, and Hugging Face's that have no
-//! meaning here. They pass at their inactive value and are refused at any other, never ignored.
+//! meaning here. They pass at their inactive values, which ask for what happens anyway or for
+//! nothing, and are refused at any other.
 
 use serde_json::{Value, json};
 
@@ -51,8 +52,9 @@ pub(crate) const RESERVED: &[Reserved] = &[
     ),
     reserved("cache_sharding", FALSE, CACHE),
     reserved("cache_name", NONE, CACHE),
-    // Memory is never pinned, and "compute.device" names the device: both values ask for nothing.
+    // Pages of batches are not pinned, which changes no result: both values train alike.
     reserved("dataloader_pin_memory", &["true", "false"], ""),
+    // "compute.device" names the device; `Config::check` refuses true beside another one.
     reserved("use_cpu", &["false", "true"], ""),
     reserved(
         "ema_decay",
@@ -195,6 +197,11 @@ impl Reserved {
         instead.push_str(self.advice);
         Err(Refusal::NotAvailable { instead })
     }
+}
+
+/// Whether a value is true, however it is written.
+pub(crate) fn is_true(raw: &Raw) -> bool {
+    normal(&as_value(raw)) == Value::Bool(true)
 }
 
 /// Whether a value of a key without effect sets nothing.

@@ -559,7 +559,8 @@ fn what_only_a_search_for_stages_reads_is_refused_elsewhere() {
 fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_file("merak.toml", "zero_stage = 4\n")), @r#""zero_stage" expects 0, 1, 2 or 3, found 4 (merak.toml:1)"#);
     assert_snapshot!(message(load_line("--tp-overlapping-level 4")), @r#""tp_overlapping_level" expects 0, 1, 2 or 3, found 4 (command line --tp-overlapping-level)"#);
-    assert_snapshot!(message(load_line("--trace-method dynamo")), @r#""trace_method" "dynamo" (command line --trace-method) is not available in this version: choose fx"#);
+    assert_snapshot!(message(load_line("--trace-method dynamo")), @r#""trace_method" "dynamo" (command line --trace-method) is not available in this version: choose fx, which runs the model's own code: that is Rust, and there is no Python for dynamo to watch"#);
+    assert_snapshot!(message(load_line("--trace-method none")), @r#""trace_method" "none" (command line --trace-method) is not available in this version: choose fx, which traces the modules of a list too: a model of your own calls them in their order"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @"no error");
     assert_snapshot!(message(load_line("--data.format tensors --data.tokenizer {\"train_bpe\":4096}")), @r#""data.tokenizer" is {"train_bpe":4096} (command line --data.tokenizer), but must be "bytes" or a file under "data.format" tensors, whose files hold no text to train on"#);
     assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");
@@ -580,6 +581,16 @@ fn f16_is_refused_on_the_default_backend_which_names_bf16() {
     assert_snapshot!(message(load_line("--hysteresis 0")), @r#""hysteresis" is 0 (command line --hysteresis), but must be at least 1"#);
     // Without `fp16` nothing is scaled.
     assert_snapshot!(message(load_line("--loss_scale 128 --hysteresis 3")), @"no error");
+}
+
+#[test]
+fn a_hugging_face_argument_that_asks_for_what_happens_anyway_is_taken() {
+    assert_snapshot!(message(load_line("--use_cpu")), @"no error");
+    assert_snapshot!(message(load_line("--dataloader_pin_memory=false")), @"no error");
+    assert_snapshot!(message(load_line("--dataloader_pin_memory=maybe")), @r#""dataloader_pin_memory" "maybe" (command line --dataloader_pin_memory) is not available in this version: choose true or false"#);
+    assert_snapshot!(message(load_line("--use_cpu --compute.device cuda")), @r#""use_cpu" is true (command line --use_cpu), but must be false while "compute.device" is "cuda" (command line --compute.device)"#);
+    let told = message(load_line("--use_cpu false --compute.device cuda"));
+    assert!(!told.contains("use_cpu"), "{told}");
 }
 
 #[test]
