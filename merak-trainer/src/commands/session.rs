@@ -257,3 +257,34 @@ impl Text {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use merak_trainer::Config;
+
+    #[test]
+    fn every_option_of_generation_follows_its_key() {
+        let options = |line: &[String]| {
+            let config = Config::load(None, [], line).and_then(|config| config.check());
+            options_of(&config.unwrap())
+        };
+        let usual = options(&[]);
+        for (key, value) in [
+            ("out_seq_length", "7"),
+            ("max_new_tokens", "7"),
+            ("temperature", "0.5"),
+            ("top_k", "7"),
+            ("top_p", "0.5"),
+            ("min_p", "0.5"),
+            ("repetition_penalty", "2"),
+            ("no_repeat_ngram_size", "3"),
+            ("num_beams", "2"),
+            ("length_penalty", "2"),
+            ("early_stopping", "true"),
+            ("seed", "7"),
+        ] {
+            assert_ne!(options(&[format!("--{key}={value}")]), usual, "{key}");
+        }
+    }
+}

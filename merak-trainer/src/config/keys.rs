@@ -683,6 +683,29 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_scale_of_the_loss_follows_its_keys() {
+        let scaling = |change: fn(&mut MerakArguments)| {
+            let mut args = MerakArguments {
+                fp16: true,
+                ..MerakArguments::default()
+            };
+            change(&mut args);
+            args.loss_scaling()
+        };
+        let usual = scaling(|_| ());
+        assert!(usual.is_some());
+        let changes: [fn(&mut MerakArguments); 6] = [
+            |args| args.fp16 = false,
+            |args| args.loss_scale = 128.0,
+            |args| args.initial_scale_power = 7,
+            |args| args.loss_scale_window = 7,
+            |args| args.hysteresis = 7,
+            |args| args.min_loss_scale = 7,
+        ];
+        assert!(changes.iter().all(|change| scaling(*change) != usual));
+    }
+
+    #[test]
     fn the_text_of_save_steps_names_its_default() {
         let save_steps = keys().find(|key| key.name == "save_steps").unwrap();
         let default = format!("unset: {SAVE_STEPS},");

@@ -63,3 +63,16 @@ fn device_memory() -> merak_mpu::nccl::Allocate {
     };
     Arc::new(allocate)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_is_the_one_that_the_configuration_names() {
+        let line = ["--distributed.nccl_library=/own/libnccl.so".to_owned()];
+        let config = Config::load(None, [], &line).unwrap();
+        assert_eq!(library(Some(&config)), Some(Path::new("/own/libnccl.so")));
+        assert_eq!(library(None), None);
+    }
+}
