@@ -494,7 +494,9 @@ impl MerakTrainer {
         })?;
         let mut stop = self.within(StepPart::Train, done, |trainer| {
             let stop = trainer.agree()?;
-            if std::mem::take(&mut trainer.control.should_log) {
+            let is_asked = std::mem::take(&mut trainer.control.should_log);
+            let (first, total) = (trainer.progress.first_step, trainer.total_steps());
+            if is_asked || trainer.args.logs_after(done, first, total) {
                 trainer.tell(|callback, _| callback.on_log(report));
             }
             Ok(stop)

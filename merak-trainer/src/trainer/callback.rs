@@ -69,7 +69,8 @@ pub trait Callback: Send {
         let _ = (report, control);
     }
 
-    /// A callback asked for a record of the step that ended.
+    /// The step that ended is logged: every `logging_steps`, the first and the last of a run, and
+    /// where a callback asked for it. It is told once.
     fn on_log(&mut self, report: &StepReport) {
         let _ = report;
     }

@@ -70,10 +70,39 @@ fn what_a_callback_of_one_rank_asks_for_all_ranks_do() {
             assert_eq!((end.global_step, end.stopped_by), (6, Some(Stop::Asked)));
         }
         let noted = notes.0.lock().unwrap().clone();
-        let expected = ["evaluate 2", "save 2", "log 3", "save 4", "save 6"];
-        assert_eq!(noted, expected, "{degrees:?}");
+        let expected = "log 1, evaluate 2, save 2, log 3, save 4, save 6";
+        assert_eq!(noted.join(", "), expected, "{degrees:?}");
         let saved = Store::in_output_dir(folder.path()).steps();
         assert_eq!(saved.expect("a folder"), [2, 4, 6]);
+    }
+}
+
+/// Asks for records of two steps, of which one is logged anyway.
+struct AsksForRecords;
+
+impl Callback for AsksForRecords {
+    fn on_step(&mut self, report: &StepReport, control: &mut TrainerControl) {
+        control.should_log = [3, 4].contains(&report.step);
+    }
+}
+
+#[test]
+fn logged_steps_are_told_to_callbacks_once() {
+    let case = Case::gpt2().with("max_steps", 7).with("logging_steps", 2);
+    for (asks, expected) in [
+        (false, "log 1, log 2, log 4, log 6, log 7"),
+        (true, "log 1, log 2, log 3, log 4, log 6, log 7"),
+    ] {
+        let notes = Notes::default();
+        let told = |rank| -> Vec<Box<dyn Callback>> {
+            let asking = (asks && rank == 1).then(|| Box::new(AsksForRecords) as Box<dyn Callback>);
+            let notes = (rank == 0).then(|| Box::new(notes.clone()) as Box<dyn Callback>);
+            asking.into_iter().chain(notes).collect()
+        };
+        let case = case.clone().on((2, 1, 1));
+        let ends = case.try_on_ranks_told(told, MerakTrainer::train);
+        assert_eq!(ends.expect("all ranks train")[0].steps, 7);
+        assert_eq!(notes.0.lock().unwrap().join(", "), expected);
     }
 }
 
