@@ -1,14 +1,21 @@
 //! The guard against divergence goes back to the last checkpoint and skips the data that led away,
 //! alike on every topology.
 
-use std::sync::{Arc, Mutex};
+use std::{
+    fs, io,
+    path::Path,
+    sync::{Arc, Mutex},
+};
 
 use merak_trainer::{
-    Callback, Divergence, MerakTrainer, Result, Rollback,
+    Callback, Divergence, MerakTrainer, Result, Rollback, TrainOutput,
     data::{Dataset, LABELS, Sample, SampleTensor},
+    metrics::{METRICS_FILE, Progress, Reporter},
 };
+use serde_json::Value;
 use tempfile::tempdir;
 
+use super::encoders::vit;
 use crate::support::{Case, SEQ};
 
 /// Sequences that are learned at once, and a batch of noise in them.
@@ -130,6 +137,98 @@ fn a_resumed_run_goes_on_behind_the_skipped_data_bit_for_bit() {
     train(&broken.clone().with("max_steps", 30));
     let (_, resumed) = train(&broken.with("resume_from_checkpoint", "latest"));
     assert!(resumed == expected, "the same weights");
+}
+
+/// Images of which three in ten have a pixel that is no number.
+#[derive(Debug)]
+struct NotNumbers;
+
+impl Dataset for NotNumbers {
+    fn len(&self) -> usize {
+        80
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        let pixel = |i: usize| ((index % 3 + 1) * i % 17) as f32 / 8.0 - 1.0;
+        let mut pixels: Vec<_> = (0..2 * 8 * 8).map(pixel).collect();
+        if index % 10 < 3 {
+            pixels[77] = f32::NAN;
+        }
+        let pixels = SampleTensor::floats(vec![2, 8, 8], pixels);
+        let class = vec![i64::from(index.is_multiple_of(3))];
+        let class = SampleTensor::new(vec![], class);
+        let tensors = [("pixel_values", pixels), (LABELS, class)];
+        let named = tensors.map(|(name, tensor)| {
+            let tensor = tensor.expect("as many values as the shape has");
+            (name.to_owned(), tensor)
+        });
+        Ok(Sample::from(named))
+    }
+}
+
+/// Trains with the records of a run, and notes of its returns.
+fn recorded(case: &Case, folder: &Path) -> (Vec<TrainOutput>, Vec<Rollback>, Vec<Value>) {
+    let (notes, reporter) = (Notes::default(), Reporter::default());
+    let told = |rank| -> Vec<Box<dyn Callback>> {
+        if rank == 0 {
+            vec![Box::new(notes.clone()), Box::new(reporter.clone())]
+        } else {
+            Vec::new()
+        }
+    };
+    let args = case.arguments();
+    let ends = case.try_on_ranks_told(told, |trainer| {
+        if trainer.mpu().rank().0 == 0 {
+            let progress = Progress::lines(trainer.total_steps(), Box::new(io::sink()));
+            reporter.start(trainer, &args, folder, None, progress)?;
+        }
+        trainer.train()
+    });
+    let records = fs::read_to_string(folder.join(METRICS_FILE)).expect("records");
+    let records = records.lines().map(serde_json::from_str);
+    let returns = notes.0.lock().expect("nobody panics here").clone();
+    (
+        ends.expect("it goes on"),
+        returns,
+        records.collect::<Result<_, _>>().expect("lines of JSON"),
+    )
+}
+
+#[test]
+fn numbers_that_are_not_finite_take_the_run_back_where_too_many_steps_are_skipped() {
+    let mut seen = Vec::new();
+    for degrees in [(1, 1, 1), (2, 1, 1), (1, 1, 2)] {
+        let folder = tempdir().expect("a temporary folder");
+        let case = vit(0.0)
+            .with_data(NotNumbers)
+            .with("max_steps", 24)
+            .with("per_device_train_batch_size", 1)
+            .with_microbatches(2)
+            .with("save_steps", 1)
+            .with("save_total_limit", 2)
+            .with("max_skipped_steps", 2)
+            .with("divergence_guard", true)
+            .with("divergence_factor", 1e6)
+            .with("divergence_max_rollbacks", 20)
+            .on(degrees)
+            .writing(folder.path());
+        let (ends, returns, records) = recorded(&case, folder.path());
+        assert!(!returns.is_empty(), "{degrees:?}");
+        for end in &ends {
+            assert_eq!((end.global_step, end.rollbacks), (24, returns.len()));
+            assert!(end.training_loss.is_finite() && end.skipped_steps > 0);
+        }
+        let is_skipped = |r: &Rollback| r.cause == Divergence::Skipped && r.to_step + 1 == r.step;
+        assert!(returns.iter().all(is_skipped), "{returns:?}");
+        let steps: Vec<_> = returns.iter().map(|r| r.step as u64).collect();
+        let is_return = |record: &&Value| !record["rolled_back_from"].is_null();
+        let written: Vec<_> = records.iter().filter(is_return).collect();
+        let from = written.iter().map(|r| r["rolled_back_from"].as_u64());
+        assert_eq!(from.collect::<Option<Vec<_>>>(), Some(steps.clone()));
+        assert_eq!(written[0]["cause"], "too many steps were skipped");
+        seen.push(steps);
+    }
+    assert!(seen.iter().all(|steps| *steps == seen[0]), "{seen:?}");
 }
 
 #[test]
