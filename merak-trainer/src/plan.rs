@@ -143,6 +143,11 @@ impl Plan {
         self
     }
 
+    /// Whether a run of this plan trains nothing.
+    pub(crate) fn is_frozen(&self) -> bool {
+        self.trained_params().next().is_none()
+    }
+
     /// The stage with the model's last attention; after it, positions do not depend on each other.
     pub(crate) fn last_attention(&self) -> usize {
         let is_attention = |node: &Node| node.op.class() == Class::Attention;

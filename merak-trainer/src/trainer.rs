@@ -173,7 +173,8 @@ impl fmt::Debug for MerakTrainer {
 
 impl MerakTrainer {
     /// Makes this rank's trainer, with fresh weights or those of `model.hf_dir`; resumes when the
-    /// arguments say so.
+    /// arguments say so. With `text_generation` it keeps neither gradients nor optimizer state, and
+    /// takes the weights of a checkpoint alone.
     ///
     /// # Communication
     /// None for a fresh start; when loading, an all-reduce of 8 bytes over the world.
@@ -187,6 +188,10 @@ impl MerakTrainer {
         args: &CheckedArguments,
         mut parts: TrainerParts,
     ) -> Result<Self> {
+        if args.text_generation && !plan.is_frozen() {
+            let plan = Arc::new(Plan::clone(&plan).frozen());
+            return Self::new(plan, mpu, &args.generating(), parts);
+        }
         if parts.num_threads == 0 {
             parts.num_threads = threads_per_rank(args);
         }
@@ -414,9 +419,7 @@ impl MerakTrainer {
     /// gradients are not finite in `max_skipped_steps` steps in a row that no lower loss scale
     /// could save, or in every step of this call.
     pub fn train(&mut self) -> Result<TrainOutput> {
-        if self.stages.plan.trained_params().next().is_none() {
-            return Err(Error::Plan(PlanError::NothingTrained));
-        }
+        self.expect_trained()?;
         if self.args.saves() {
             self.args.run_folder()?;
         }
@@ -466,6 +469,23 @@ impl MerakTrainer {
             evaluation,
             best,
         })
+    }
+
+    /// Refuses to train where everything is frozen.
+    fn expect_trained(&self) -> Result<()> {
+        if !self.stages.plan.is_frozen() {
+            return Ok(());
+        }
+        if !self.args.text_generation {
+            return Err(Error::Plan(PlanError::NothingTrained));
+        }
+        Err(Error::Config(ConfigError::IllegalValue {
+            key: "text_generation",
+            found: "true".to_owned(),
+            place: "the arguments of this trainer".to_owned(),
+            expected: "false to train: a trainer that continues prompts has no optimizer"
+                .to_owned(),
+        }))
     }
 
     /// What follows a step: its report, the end of a save under way, its evaluation and checkpoint,

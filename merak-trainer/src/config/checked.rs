@@ -62,6 +62,14 @@ impl CheckedArguments {
         own
     }
 
+    /// The same arguments for a program that continues prompts: of a checkpoint it takes the weights
+    /// alone.
+    pub(crate) fn generating(&self) -> Self {
+        let mut own = self.clone();
+        own.arguments.finetune = own.arguments.resume_from_checkpoint.is_some();
+        own
+    }
+
     /// Warning for each key whose value is not its default and has no effect, because of the value
     /// of another key.
     pub fn without_effect(&self) -> Vec<String> {

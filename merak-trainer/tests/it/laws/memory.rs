@@ -63,6 +63,18 @@ pub(crate) fn takes_what_its_stage_says(case: &Case, types: &[(&str, [[usize; 2]
 }
 
 #[test]
+fn a_trainer_that_continues_prompts_holds_neither_gradients_nor_optimizer_state() {
+    let case = case().with("text_generation", true).on((2, 1, 1));
+    for held in case.on_ranks(|trainer| Ok(trainer.memory())) {
+        assert!(held.weights > 0);
+        assert_eq!((held.gradients, held.optimizer), (0, 0));
+    }
+    let refused = case.try_on_ranks(MerakTrainer::train);
+    let refused = merak_trainer::chain(&refused.expect_err("it has no optimizer"));
+    assert!(refused.contains("\"text_generation\" is true"), "{refused}");
+}
+
+#[test]
 fn the_plan_bounds_the_buckets_on_their_way_between_replicas() {
     for stage in 0..=3 {
         for bf16 in [false, true] {
