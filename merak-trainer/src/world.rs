@@ -281,7 +281,7 @@ pub(crate) fn run_ranks<T: Send>(
         cores: ranks_at_once(args),
         ..Default::default()
     };
-    let outcome = threads::run(world, options, |member| body(member).map_err(Cause));
+    let outcome = threads::run(world, options, |member| named(member, &body));
     of_ranks(world, outcome)
 }
 
@@ -298,12 +298,20 @@ pub fn run_on<T: Send>(
     };
     let here: Vec<Rank> = members.iter().map(Member::rank).collect();
     let stack = threads::WorldOptions::default().stack_bytes;
-    let outcome = run_members(members, stack, |member| body(member).map_err(Cause));
+    let outcome = run_members(members, stack, |member| named(member, &body));
     match failure_of_other(&first, &here) {
         // What the ranks of this process met follows from what another did.
         Some(error) if outcome.is_err() => Err(error),
         _ => of_ranks(first.world_size(), outcome),
     }
+}
+
+/// Runs `body` on a rank, whose number stands on each event of its thread. The span has the level
+/// of errors, so that no filter that shows an event leaves it out.
+fn named<T>(member: Member, body: impl Fn(Member) -> Result<T>) -> Result<T, Cause> {
+    let span = tracing::error_span!("rank", rank = member.rank().0);
+    let _entered = span.entered();
+    body(member).map_err(Cause)
 }
 
 /// The error of a call of the engine, or the failure of another process that ended it.

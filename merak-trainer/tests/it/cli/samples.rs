@@ -93,6 +93,8 @@ fn gradients_that_are_never_finite_end_a_run() {
         );
         assert!(log.contains(&told), "{told}: {log}");
     }
+    // Each event names the rank whose it is.
+    assert!(log.contains("WARN rank{rank=0}: merak_trainer::"), "{log}");
     assert!(
         log.contains("a.safetensors row=0 tensor=\"pixel_values\""),
         "{log}"
