@@ -40,7 +40,11 @@ const COUNTS: Probe = |case| {
     let args = case.arguments();
     let samples = (args.global_batch(), args.data_seed());
     let steps = (args.total_steps(10), args.pipeline_size());
-    let kept = (args.checkpoints_kept(), args.saves(), args.run_folder().ok());
+    let kept = (
+        args.checkpoints_kept(),
+        args.saves(),
+        args.run_folder().ok(),
+    );
     let other = (args.greater_is_better(), args.new_token_limit());
     format!("{samples:?} {steps:?} {kept:?} {other:?}")
 };

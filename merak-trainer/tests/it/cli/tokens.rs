@@ -191,7 +191,7 @@ fn tokens_beyond_memory_start_at_once() {
     let start = Instant::now();
     place.succeed(&format!("train merak.toml {} --eval_iters 1", self::TOKENS));
     let took = start.elapsed();
-    assert!(took < Duration::from_secs(60), "five steps took {took:?}");
+    assert!(took < Duration::from_mins(1), "five steps took {took:?}");
     let records = fs::read_to_string(place.path("run/metrics.jsonl")).expect("records");
     let record = |line| serde_json::from_str::<serde_json::Value>(line).expect("a record");
     let memory = records.lines().map(record);
