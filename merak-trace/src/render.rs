@@ -172,7 +172,8 @@ fn escape(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"")
 }
 
-fn to_json(graph: &Graph) -> Json {
+/// A graph as an object with the lists `inputs`, `params`, `nodes` and `outputs`.
+pub fn to_json(graph: &Graph) -> Json {
     let port = |port: &crate::Port| json!({ "name": port.name, "value": port.value, "type": graph.ty(port.value) });
     json!({
         "inputs": graph.inputs().iter().map(port).collect::<Vec<_>>(),

@@ -11,6 +11,7 @@ use merak_ckpt::{cli::at_least_one, words::brief};
 use merak_tp::Traffic;
 use merak_trace::{Axis, StageCuts, StageProgram, render};
 use merak_trainer::{Config, Given, Origin, Plan, PlanInputs};
+use serde_json::{Value as Json, json};
 use std::{fmt::Write as _, path::PathBuf, process::ExitCode};
 
 /// Prints the graph of a model, as one rank runs it.
@@ -81,10 +82,15 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     output::print(match args.format {
         Format::Text => {
             let text = render::graph(graph, render::Format::Text);
-            output::fitted(&format!("{text}{}", traffic(&plan, args.stage)?))
+            let traffic = as_comments(&traffic(&plan, args.stage)?);
+            output::fitted(&format!("{text}{traffic}"))
         }
         Format::Dot => render::graph(graph, render::Format::Dot),
-        Format::Json => render::graph(graph, render::Format::Json),
+        Format::Json => {
+            let mut document = render::to_json(graph);
+            document["traffic"] = as_object(&traffic(&plan, args.stage)?);
+            format!("{document:#}")
+        }
     })?;
     Ok(ExitCode::SUCCESS)
 }
@@ -137,25 +143,39 @@ impl Args {
     }
 }
 
-/// What a microbatch communicates between the ranks of an axis, as comments; nothing along one of
-/// degree 1.
-fn traffic(plan: &Plan, stage: Option<usize>) -> Result<String, Failure> {
+/// What a microbatch communicates between the ranks of an axis, for each axis of which there are
+/// several.
+fn traffic(plan: &Plan, stage: Option<usize>) -> Result<Vec<(Axis, Traffic)>, Failure> {
     let stages = stage.map_or(0..plan.cuts.num_stages(), |stage| stage..stage + 1);
     let programs = stages.map(|stage| plan.training_program(stage));
     let programs = programs.collect::<Result<Vec<_>, _>>()?;
+    let axes = [Axis::Tensor, Axis::Sequence].into_iter();
+    let several = axes.filter(|&axis| plan.draft.degrees.get(axis) > 1);
+    let of_axis = several.map(|axis| (axis, Traffic::of(&programs, axis)));
+    Ok(of_axis.collect())
+}
+
+fn as_comments(traffic: &[(Axis, Traffic)]) -> String {
     let mut text = String::new();
-    for axis in [Axis::Tensor, Axis::Sequence] {
-        if plan.draft.degrees.get(axis) > 1 {
-            let _ = writeln!(
-                text,
-                "# communication of a microbatch between {axis}-parallel ranks"
-            );
-            for line in Traffic::of(&programs, axis).to_string().lines() {
-                let _ = writeln!(text, "# {line}");
-            }
+    for (axis, traffic) in traffic {
+        let _ = writeln!(
+            text,
+            "# communication of a microbatch between {axis}-parallel ranks"
+        );
+        for line in traffic.to_string().lines() {
+            let _ = writeln!(text, "# {line}");
         }
     }
-    Ok(text)
+    text
+}
+
+/// By the name of the axis.
+fn as_object(traffic: &[(Axis, Traffic)]) -> Json {
+    let of_axis = traffic.iter().map(|(axis, traffic)| {
+        let rows = json!({ "layers": traffic.layers, "total": traffic.total() });
+        (axis.to_string(), rows)
+    });
+    of_axis.collect::<serde_json::Map<_, _>>().into()
 }
 
 fn check_stage(stage: usize, cuts: &StageCuts, pp: usize) -> Result<(), String> {

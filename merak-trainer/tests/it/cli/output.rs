@@ -426,7 +426,7 @@ fn a_graph_is_printed_in_every_format() {
     let dot = place.succeed("trace model.json --format dot");
     assert!(dot.starts_with("digraph"), "{dot}");
     let whole = place.document("trace model.json --format json");
-    assert!(whole.is_object());
+    assert_eq!(whole["traffic"], json!({}));
     // The last of two stages, with the collectives of two tensor-parallel ranks, backward included.
     let stage = place.succeed("trace merak.toml --tp 2 --pp 2 --stage 1");
     assert!(
@@ -440,6 +440,24 @@ fn a_graph_is_printed_in_every_format() {
     let of_layer = of_layer.map(|line| line.split_whitespace().collect::<Vec<_>>());
     let of_layer = of_layer.expect("a table of what the layers communicate");
     assert_eq!(of_layer[2..4], ["all_reduce", "2"], "{stage}");
+    let stage = place.document("trace merak.toml --tp 2 --pp 2 --stage 1 --format json");
+    let traffic = &stage["traffic"]["tensor"];
+    let rows = |part: &str| traffic[part].as_array().expect("rows").clone();
+    let of_layer = rows("layers");
+    let of_layer = of_layer
+        .iter()
+        .find(|row| row["layer"] == "transformer.h.3");
+    let of_layer = of_layer.expect("the layer communicates");
+    assert_eq!(of_layer["collective"], "all_reduce");
+    assert_eq!(of_layer["forward"], 2);
+    let bytes = |part: &str| -> u64 {
+        let rows = rows(part).into_iter();
+        rows.filter_map(|row| row["bytes"].as_u64()).sum()
+    };
+    assert!(
+        bytes("layers") > 0 && bytes("layers") == bytes("total"),
+        "{traffic}"
+    );
     // Ranks that share sequences, at the default of recomputing each layer.
     let shared = place.succeed("trace merak.toml --sp 2");
     let of_layer = shared
