@@ -2,13 +2,14 @@
 Markdown table.
 
     cargo build --release
-    python compare.py [single compile dp tp pp] [--pairs 5] [-- --layers 8 --hidden 512 ..]
+    python compare.py [single compile dp tp pp zero1 zero2 zero3] [--pairs 5] [-- --layers 8 ..]
 
-The modes tch, bf16 and bf16-compile run one rank on libtorch (build with `--features tch`), in f32
-against eager and in bf16 against autocast; own-bf16 runs the default backend in bf16. `-- --device cuda` runs them on a GPU. What stands
-behind `--` goes to both. Runs of a pair follow each other, and the order changes from pair to pair,
-so that a slow minute of the machine falls on both. Run it with a Python that has torch, on an idle
-machine.
+The modes zero1 and zero2 run two replicas with these stages of ZeRO against DistributedDataParallel,
+zero3 against FSDP2. The modes tch, bf16 and bf16-compile run one rank on libtorch (build with
+`--features tch`), in f32 against eager and in bf16 against autocast; own-bf16 runs the default
+backend in bf16. `-- --device cuda` runs them on a GPU. What stands behind `--` goes to both. Runs of
+a pair follow each other, and the order changes from pair to pair, so that a slow minute of the
+machine falls on both. Run it with a Python that has torch, on an idle machine.
 """
 
 import argparse
@@ -26,6 +27,8 @@ BF16 = ["--backend", "tch", "--dtype", "bf16"]
 OURS |= {"tch": ["--backend", "tch"], "bf16": BF16, "bf16-compile": BF16, "own-bf16": ["--dtype", "bf16"]}
 THEIRS |= {"tch": ["single"], "bf16": ["single", "--bf16"], "bf16-compile": ["single", "--bf16", "--compile"]}
 THEIRS |= {"own-bf16": THEIRS["bf16"]}
+OURS |= {f"zero{stage}": ["--dp", "2", "--zero", str(stage)] for stage in (1, 2, 3)}
+THEIRS |= {"zero1": ["dp"], "zero2": ["dp"], "zero3": ["fsdp"]}
 DEFAULT = ["single", "dp", "tp", "pp"]
 
 
