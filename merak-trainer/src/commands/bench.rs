@@ -111,6 +111,9 @@ pub(crate) struct Gpt {
     /// The same between the tensor-parallel ranks of a layer.
     #[arg(long, value_name = "MB", value_parser = speed)]
     tensor_link: Option<f64>,
+    /// Microseconds from the start of each collective on these links to its first byte.
+    #[arg(long, value_name = "MICROSECONDS", value_parser = microseconds)]
+    link_latency: Option<f64>,
 }
 
 /// What a rank tells of the steps.
@@ -131,6 +134,16 @@ fn speed(text: &str) -> Result<f64, String> {
         Ok(speed)
     } else {
         Err("expected a number from 0.001 to 1e9".to_owned())
+    }
+}
+
+/// A latency of a second at most.
+fn microseconds(text: &str) -> Result<f64, String> {
+    let latency: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
+    if (0.0..=1e6).contains(&latency) {
+        Ok(latency)
+    } else {
+        Err("expected a number from 0 to 1e6".to_owned())
     }
 }
 
@@ -157,6 +170,9 @@ impl Gpt {
     fn run(&self) -> Result<serde_json::Value, super::Failure> {
         if self.steps == 0 {
             return Err("--steps is 0, expected at least 1".into());
+        }
+        if self.link_latency.is_some() && self.links().iter().all(Option::is_none) {
+            return Err("--link-latency goes with --replica-link or --tensor-link".into());
         }
         let (config, args) = self.arguments()?;
         let model = models::from_config(&json!({
@@ -271,9 +287,10 @@ impl Gpt {
 
     /// The links to the replicas and within a layer that are to be slower ones.
     fn links(&self) -> [Option<SlowLink>; 2] {
+        let latency = Duration::from_secs_f64(self.link_latency.unwrap_or_default() / 1e6);
         let of = |speed: Option<f64>, kind: GroupKind| {
             let speed = LinkSpeed {
-                latency: Duration::ZERO,
+                latency,
                 bytes_per_second: speed? * 1e6,
             };
             Some(SlowLink::new(speed, kind.as_str()))

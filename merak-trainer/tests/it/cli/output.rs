@@ -525,6 +525,11 @@ fn the_bench_prints_one_line_of_json() {
     let ms = |key: &str| slow[key].as_f64().expect("a number");
     assert!(ms("replica_link_ms") > 0.0);
     assert!((0.0..=ms("replica_link_ms")).contains(&ms("replica_wait_ms")));
+    // A latency is waited for, and the wire is free meanwhile.
+    let far = bench("--dp 2 --replica-link 1000 --link-latency 20000");
+    let ms = |key: &str| far[key].as_f64().expect("a number");
+    assert!(ms("replica_wait_ms") > ms("replica_link_ms"), "{far}");
+    assert!(ms("ms_per_step") > 10.0, "{far}");
     let pipelined = bench("--pp 2");
     assert_eq!(pipelined["mode"], "pp2");
     let schedule = pipelined["schedule"].as_str().expect("a name");
