@@ -180,6 +180,11 @@ fn a_run_goes_on_with_and_without_shared_sequences() {
     let shared = whole.clone().sharing(2);
     let wide = shared.clone().on((2, 1, 1)).with("zero_stage", 2);
     let llama = Case::llama().with_dropout(0.1);
+    let ring = shared.clone().with("sp_method", "ring");
+    let sliced = whole.clone().on((1, 2, 1));
+    let sliced = sliced
+        .with("sequence_parallel", true)
+        .with("parallel_vocab", true);
     for (from, to) in [
         (&shared, whole.clone()),
         (&whole, shared.clone()),
@@ -187,10 +192,9 @@ fn a_run_goes_on_with_and_without_shared_sequences() {
         (&shared, whole.clone().on((1, 2, 1))),
         (&llama.clone().sharing(4), llama.on((1, 2, 2)).sharing(2)),
         (&shared, whole.clone().sharing(4).with("sp_method", "ring")),
-        (
-            &whole.clone().sharing(2).with("sp_method", "ring"),
-            whole.clone(),
-        ),
+        (&ring, whole.clone()),
+        (&sliced, ring.clone()),
+        (&ring, sliced.clone()),
     ] {
         let folder = tempdir().expect("a temporary folder");
         train_and_save(from, 3, folder.path());
@@ -240,8 +244,8 @@ fn evaluations_and_tokens_are_those_of_one_rank() {
 
 /// Sequences of a length.
 #[derive(Debug, Clone, Copy)]
-struct Long {
-    len: usize,
+pub(super) struct Long {
+    pub(super) len: usize,
 }
 
 impl Dataset for Long {

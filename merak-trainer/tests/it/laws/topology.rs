@@ -2,6 +2,7 @@
 
 use proptest::{prelude::*, test_runner::RngSeed};
 
+use super::sp::{self, Long};
 use crate::support::{Case, assert_close_losses, assert_close_tensors, assert_same_bits, numbers};
 
 /// Degrees (dp, tp, pp) that sum in another order than one rank.
@@ -32,6 +33,25 @@ fn check_on(case: &Case, topologies: &[(usize, usize, usize)], steps: usize) {
         assert_close_losses(&run.reports[..1], &all.reports[..1], 1e-6, &what);
         assert_close_losses(&run.reports, &all.reports, 1e-4, &what);
     }
+}
+
+#[test]
+fn three_tensor_ranks_train_like_one_in_every_form() {
+    let case = Case::gpt2().with_model("n_embd", 48);
+    let case = case.with_model("n_head", 6).with_dropout(0.1);
+    let case = case.with_data(Long { len: 6 }).with("seq_length", 6);
+    let split = case.clone().on((1, 3, 1));
+    let sliced = split.clone().with("sequence_parallel", true);
+    let cases = [
+        split.clone(),
+        split.clone().with("parallel_vocab", true),
+        split.with("tp_overlapping_level", 2),
+        sliced.clone(),
+        sliced
+            .with("parallel_vocab", true)
+            .with("tp_overlapping_level", 3),
+    ];
+    sp::check(&case, &cases, 3);
 }
 
 #[test]
