@@ -95,6 +95,25 @@ fn all_other_degrees_and_recomputation_train_like_one_rank() {
 }
 
 #[test]
+fn an_odd_number_of_samples_trains_and_evaluates_like_one_rank() {
+    let bert = super::encoders::models().swap_remove(0).1;
+    let evaluated = |case: &Case| case.on_ranks(|trainer| Ok(trainer.evaluate()?.eval_loss))[0];
+    for case in [Case::gpt2().with_dropout(0.1), bert] {
+        let case = case
+            .with("per_device_train_batch_size", 3)
+            .with("per_device_eval_batch_size", 3);
+        let levels = [1, 2, 3].map(|level| overlapping(&case, level));
+        check(&case, &levels, 4);
+        let alone = evaluated(&case);
+        for case in &levels {
+            assert!(!sums_of_layers(case).1.is_empty(), "no halves in {case:?}");
+            let gap = (evaluated(case) / alone - 1.0).abs();
+            assert!(gap < 1e-6, "{gap:e} in {case:?}");
+        }
+    }
+}
+
+#[test]
 fn a_run_has_the_same_bits_each_time() {
     let case = Case::llama().with_dropout(0.1);
     for level in [1, 2, 3] {
