@@ -141,8 +141,8 @@ fn amp_rounds_products_alone_and_keeps_weights_of_f32() {
 #[test]
 fn replicas_have_the_same_bits_after_every_step_in_bf16() {
     for stage in 0..=3 {
-        for tp in [1, 2] {
-            let case = wide().on((2, tp, 1)).with("zero_stage", stage);
+        for (tp, pp) in [(1, 1), (2, 1), (2, 2)] {
+            let case = wide().on((2, tp, pp)).with("zero_stage", stage);
             let case = case.with("bf16", true).with_dropout(0.1);
             let ranks = case.on_ranks(|trainer| {
                 let mut steps = Vec::new();
@@ -153,9 +153,10 @@ fn replicas_have_the_same_bits_after_every_step_in_bf16() {
                 Ok((trainer.mpu().coord(), steps))
             });
             for (place, steps) in &ranks {
-                let of_replica = |other: &&(merak_mpu::Coord, _)| other.0.tp == place.tp;
+                let part = |place: &merak_mpu::Coord| (place.tp, place.pp);
+                let of_replica = |other: &&(merak_mpu::Coord, _)| part(&other.0) == part(place);
                 for (_, others) in ranks.iter().filter(of_replica) {
-                    assert!(steps == others, "stage {stage}, tp {tp}");
+                    assert!(steps == others, "stage {stage}, tp {tp}, pp {pp}");
                 }
             }
         }
