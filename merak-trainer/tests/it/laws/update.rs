@@ -5,7 +5,7 @@ use merak_trainer::{
     data::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
 };
 
-use crate::support::{Case, Tokens, assert_same_tensors};
+use crate::support::{Case, Run, Tensors, Tokens, assert_close_tensors, assert_same_tensors};
 
 /// Samples in which no position has a label: the gradient is zero, so only decay moves a weight.
 #[derive(Debug)]
@@ -60,6 +60,65 @@ fn norms_and_biases_do_not_decay() {
                 .any(|name| name.contains("norm") || name.contains("ln_"))
         );
     }
+}
+
+/// The factors of learning rate and weight decay of a parameter of 4 layers in
+/// [`groups_of_parameters_step_by_their_own_rates_and_decays_on_any_ranks`].
+fn of_group(name: &str) -> (f64, f64) {
+    let layer: Option<i32> = name.split('.').find_map(|part| part.parse().ok());
+    let above = match layer {
+        Some(layer) => 4 - layer,
+        None if name.contains(".wte") || name.contains(".wpe") => 5,
+        None => 0,
+    };
+    let scales = [("wpe", 0.0), ("h.1.mlp", 3.0), ("mlp", 0.5)];
+    let named = scales.iter().find(|(part, _)| name.contains(part));
+    let scale = named.map_or(1.0, |(_, scale)| *scale);
+    let is_kept = ["bias", "ln_", "c_fc"]
+        .iter()
+        .any(|part| name.contains(part));
+    let decay = if is_kept { 0.0 } else { 0.01 };
+    (scale * 0.5_f64.powi(above), decay)
+}
+
+#[test]
+fn groups_of_parameters_step_by_their_own_rates_and_decays_on_any_ranks() {
+    let case = Case::gpt2()
+        .with_tied(false)
+        .with("optim", "sgd")
+        .with("learning_rate", 10)
+        .with("lr_scheduler_type", "constant")
+        .with("warmup_steps", 0)
+        .with("max_grad_norm", 0)
+        .with("weight_decay", 0.01)
+        .with("lr_scales", r#"{"mlp": 0.5, "h.1.mlp": 3, "wpe": 0}"#)
+        .with("layerwise_lr_decay", 0.5)
+        .with("no_decay_names", r#"["c_fc"]"#);
+    let (start, alone) = (case.run(0), case.run(1));
+    for (name, values) in &alone.weights {
+        let (rate, decay) = of_group(name);
+        let before = start.weights[name].iter().zip(&start.gradients[name]);
+        for (&now, (&then, &grad)) in values.iter().zip(before) {
+            let then = f64::from(then);
+            let step = 10.0 * rate * (f64::from(grad) + decay * then);
+            let off = (f64::from(now) - (then - step)).abs();
+            assert!(
+                off <= 1e-6 * (then.abs() + step.abs()),
+                "{name}: {then} became {now}"
+            );
+        }
+    }
+    let steps = |run: Run| -> Tensors {
+        let step = |(name, values): (String, Vec<f32>)| {
+            let pairs = values.iter().zip(&start.weights[&name]);
+            let step: Vec<f32> = pairs.map(|(now, then)| now - then).collect();
+            (name, step)
+        };
+        run.weights.into_iter().map(step).collect()
+    };
+    let divided = case.clone().on((2, 2, 2)).with("zero_stage", 3).run(1);
+    // A step is the difference of rounded weights.
+    assert_close_tensors(&steps(divided), &steps(alone), 1e-3, "divided");
 }
 
 #[test]
