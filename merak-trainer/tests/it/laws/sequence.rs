@@ -45,6 +45,18 @@ fn every_family_trains_like_one_rank() {
 }
 
 #[test]
+fn relatives_and_other_heads_train_like_one_rank() {
+    let relatives = Case::relatives().into_iter();
+    let relatives = relatives.map(|(_, case)| case.with_dropout(0.1));
+    // The images of these tests have five positions, which two ranks cannot share.
+    let others = encoders::models().into_iter();
+    let others = others.filter(|(model, _)| ["bert classifier", "gated t5"].contains(model));
+    for case in relatives.chain(others.map(|(_, case)| case)) {
+        check(&case, &[cut(&case, (1, 2, 1))], 2);
+    }
+}
+
+#[test]
 fn every_zero_stage_and_the_pipeline_train_like_one_rank() {
     for tied in [true, false] {
         let case = Case::gpt2().with_dropout(0.1).with_tied(tied);
