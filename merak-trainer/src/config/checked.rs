@@ -62,8 +62,8 @@ impl CheckedArguments {
         own
     }
 
-    /// The same arguments for a program that continues prompts: of a checkpoint it takes the weights
-    /// alone.
+    /// The same arguments for a program that continues prompts: it takes the weights of a
+    /// checkpoint alone.
     pub(crate) fn generating(&self) -> Self {
         let mut own = self.clone();
         own.arguments.finetune = own.arguments.resume_from_checkpoint.is_some();
