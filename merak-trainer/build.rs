@@ -25,8 +25,8 @@ fn of_cargo(name: &str) -> String {
     value.to_string_lossy().into_owned()
 }
 
-/// Whether rustc links with the lld that it brings along, which folds equal functions: by default on
-/// this target, where neither cargo nor a flag names another linker.
+/// Whether rustc links with the lld that it brings along, which folds equal functions: the default
+/// of this target, where neither cargo nor a flag names another linker.
 fn links_with_own_lld() -> bool {
     const TARGET: &str = "x86_64-unknown-linux-gnu";
     let flags = of_cargo("CARGO_ENCODED_RUSTFLAGS");
