@@ -1,7 +1,7 @@
 //! One number for many bytes, the same in every process and on every host.
 
-/// The 64-bit FNV-1a hash ([RFC 9923](https://www.rfc-editor.org/rfc/rfc9923)) of some bytes. Files
-/// and random numbers depend on it, so it never changes.
+/// The 64-bit FNV-1a hash (Fowler, Noll and Vo) of some bytes. Random numbers depend on it, so it
+/// never changes.
 ///
 /// ```
 /// assert_eq!(merak_mpu::hash::fnv1a(*b"a"), 0xaf63_dc4c_8601_ec8c);

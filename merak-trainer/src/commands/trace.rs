@@ -143,8 +143,7 @@ impl Args {
     }
 }
 
-/// What a microbatch communicates between the ranks of an axis, for each axis of which there are
-/// several.
+/// The communication of a microbatch along each axis that has several ranks.
 fn traffic(plan: &Plan, stage: Option<usize>) -> Result<Vec<(Axis, Traffic)>, Failure> {
     let stages = stage.map_or(0..plan.cuts.num_stages(), |stage| stage..stage + 1);
     let programs = stages.map(|stage| plan.training_program(stage));

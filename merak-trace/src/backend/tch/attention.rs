@@ -275,7 +275,7 @@ impl Node<'_> {
         Ok(grads)
     }
 
-    /// Whether this crate's kernel is the fastest: see [`own`].
+    /// Whether this crate's kernel computes the node without dropout, as the fastest: see [`own`].
     fn has_own_attention(
         &self,
         spec: &op::Attention,
