@@ -5,7 +5,7 @@ use super::optimizer::AdamScalars;
 use crate::{Error, Result};
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
-    sync::Once,
+    sync::{Mutex, Once, PoisonError},
 };
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
@@ -176,8 +176,26 @@ pub(super) fn add_product(node: &str, a: &Tensor, b: &Tensor, sum: &mut Tensor) 
     adopted(node, message, []).map(|[]| done)
 }
 
+/// Calls `body` with each item and its number, on libtorch's threads.
+pub(super) fn for_each_item<T: Send>(
+    node: &str,
+    items: Vec<T>,
+    body: &(dyn Fn(usize, T) + Sync),
+) -> Result<()> {
+    let items: Vec<_> = items
+        .into_iter()
+        .map(|item| Mutex::new(Some(item)))
+        .collect();
+    for_each(node, items.len(), &|i| {
+        let mut item = items[i].lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(item) = item.take() {
+            body(i, item);
+        }
+    })
+}
+
 /// Calls `body` for each number below `count`, on libtorch's threads.
-pub(super) fn for_each(node: &str, count: usize, body: &(dyn Fn(usize) + Sync)) -> Result<()> {
+fn for_each(node: &str, count: usize, body: &(dyn Fn(usize) + Sync)) -> Result<()> {
     unsafe extern "C" fn call(context: *const c_void, i: usize) {
         // SAFETY: `context` is `body` below, which outlives the calls.
         let body = unsafe { &*context.cast::<&(dyn Fn(usize) + Sync)>() };

@@ -12,7 +12,6 @@ use crate::{
     kernels::{MatMut, MatRef, Start, Vectors},
 };
 use half::bf16;
-use std::sync::{Mutex, PoisonError};
 use tch::Tensor;
 
 /// Fewest rows or columns of a thread's part of a product.
@@ -53,20 +52,11 @@ impl Tch {
         let side = c.rows().max(c.cols());
         let len = side.div_ceil(self.num_threads).max(LEAST);
         let parts: Vec<_> = if is_high {
-            c.row_blocks(len)
-                .map(|part| Mutex::new(Some(part)))
-                .collect()
+            c.row_blocks(len).collect()
         } else {
-            c.col_blocks(len)
-                .map(|part| Mutex::new(Some(part)))
-                .collect()
+            c.col_blocks(len).collect()
         };
-        shim::for_each(node, parts.len(), &|i| {
-            let part = parts[i]
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take();
-            let Some(part) = part else { return };
+        shim::for_each_item(node, parts, &|i, part| {
             let operands = if is_high {
                 (a.sub_rows(i * len, part.rows()), b)
             } else {

@@ -9,10 +9,7 @@ use crate::{
     kernels::{self, AttentionGrads, AttentionShape, AttentionSpec, MatMut, Strided, Threads},
     op,
 };
-use std::{
-    iter,
-    sync::{Mutex, PoisonError},
-};
+use std::iter;
 use tch::{Kind, Tensor};
 
 /// The heads of queries that share one of keys, in one sample: the unit of parallel work.
@@ -142,16 +139,12 @@ impl<'a> Plain<'a> {
         compute: &(dyn Fn(&Threads, Part, W) + Sync),
     ) -> Result<()> {
         let alone = self.node.backend.threads.alone();
-        let outs: Vec<_> = outs.into_iter().map(|out| Mutex::new(Some(out))).collect();
-        shim::for_each(self.node.call.name, outs.len(), &|i| {
-            let mut out = outs[i].lock().unwrap_or_else(PoisonError::into_inner);
+        shim::for_each_item(self.node.call.name, outs, &|i, out| {
             let part = Part {
                 sample: i / self.shape.kv_heads,
                 kv_head: i % self.shape.kv_heads,
             };
-            if let Some(out) = out.take() {
-                compute(&alone, part, out);
-            }
+            compute(&alone, part, out);
         })
     }
 
