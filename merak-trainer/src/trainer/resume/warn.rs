@@ -1,0 +1,170 @@
+//! Warnings of what a run that goes on has otherwise than the run that saved its checkpoint.
+
+use super::{
+    super::{TrainerParts, checkpoint::RunState},
+    check::other_length,
+    fresh::Fresh,
+};
+use crate::{config::CheckedArguments, data::DataFingerprint, plan::Plan};
+use merak_ckpt::Checkpoint;
+use serde_json::Value;
+use std::path::Path;
+
+/// Warns of what a checkpoint was saved with and is not so here. A run that takes the weights alone
+/// reads other data, and needs the same tokens.
+pub(in crate::trainer) fn warn_of_checkpoint(
+    plan: &Plan,
+    args: &CheckedArguments,
+    parts: &TrainerParts,
+    saved: Option<&RunState>,
+    checkpoint: &Checkpoint,
+) {
+    let names = Fresh::of(checkpoint, plan, args, saved.is_none()).names(plan);
+    if !names.is_empty() {
+        tracing::warn!(
+            path = %checkpoint.path().display(),
+            names = names.join(", "),
+            "the weights have no classifier of this size: it starts at random"
+        );
+    }
+    match saved {
+        Some(saved) if args.finetune => warn_of_tokenizer(parts, saved, checkpoint),
+        Some(saved) => {
+            warn_of_data(plan, parts, saved, checkpoint);
+            warn_of_batch(args, saved, checkpoint);
+            warn_of_optimizer(args, checkpoint);
+        }
+        None => {}
+    }
+}
+
+/// Warns where texts become other tokens than those that the weights have learned.
+fn warn_of_tokenizer(parts: &TrainerParts, saved: &RunState, checkpoint: &Checkpoint) {
+    let tokenizer = |data: Option<DataFingerprint>| data?.tokenizer;
+    let (Some(saved), Some(now)) = (tokenizer(saved.data), tokenizer(parts.fingerprint)) else {
+        return;
+    };
+    if saved != now {
+        tracing::warn!(
+            path = %checkpoint.path().display(),
+            %saved,
+            %now,
+            "the tokenizer is not that of the checkpoint, whose weights know other tokens: set \"data.tokenizer\" to that of its folder"
+        );
+    }
+}
+
+/// Warns where the run goes on in samples other than those that the checkpoint was saved with: of
+/// other data, or cut from the same data in another way.
+fn warn_of_data(plan: &Plan, parts: &TrainerParts, saved: &RunState, checkpoint: &Checkpoint) {
+    let path = checkpoint.path().display();
+    let length = other_length(plan, checkpoint);
+    if let Some([saved, now]) = length {
+        tracing::warn!(
+            %path,
+            saved,
+            now,
+            "\"seq_length\" is not that of the checkpoint: training goes on behind as many samples of the new length"
+        );
+    }
+    let (Some(saved), Some(now)) = (saved.data, parts.fingerprint) else {
+        return;
+    };
+    if !saved.is_of_same_files(&now) {
+        tracing::warn!(
+            %path,
+            %saved,
+            %now,
+            "the data are not those that the checkpoint was saved with: training goes on at its place in other data"
+        );
+    } else if parts
+        .train_data
+        .as_ref()
+        .is_some_and(|data| data.is_stream())
+        && saved.samples > 0
+    {
+        tracing::warn!(
+            %path,
+            "the data are a stream now: training goes on in it behind as many samples as the epoch has used"
+        );
+    } else if saved.samples != now.samples && now.samples > 0 && length.is_none() {
+        tracing::warn!(
+            %path,
+            saved = saved.samples,
+            now = now.samples,
+            "the same data make another number of training samples: training goes on behind as many of them"
+        );
+    }
+}
+
+/// Warns where steps have other numbers of samples than those that have passed.
+fn warn_of_batch(args: &CheckedArguments, saved: &RunState, checkpoint: &Checkpoint) {
+    let (saved, now) = (saved.global_batch, args.global_batch());
+    if saved != now {
+        tracing::warn!(
+            path = %checkpoint.path().display(),
+            saved,
+            now,
+            "a step has another number of samples than in the checkpoint's run: training goes on behind the samples \
+             that it has seen, and the learning rate behind its steps"
+        );
+    }
+}
+
+/// Warns where a run that another program began goes on with other numbers of the optimizer.
+fn warn_of_optimizer(args: &CheckedArguments, checkpoint: &Checkpoint) {
+    let state = &checkpoint.manifest().header.state;
+    let Some(groups) = state["imported"]["param_groups"].as_object() else {
+        return;
+    };
+    let number = |value: &Value| value.as_f64().or(value.as_bool().map(f64::from));
+    let fields: [(&str, f64, &[&str]); 7] = [
+        ("learning_rate", args.learning_rate, &["/initial_lr", "/lr"]),
+        ("weight_decay", args.weight_decay, &["/weight_decay"]),
+        ("adam_beta1", args.adam_beta1, &["/betas/0"]),
+        ("adam_beta2", args.adam_beta2, &["/betas/1"]),
+        ("adam_epsilon", args.adam_epsilon, &["/eps"]),
+        ("sgd_momentum", args.sgd_momentum, &["/momentum"]),
+        ("nesterov", f64::from(args.nesterov), &["/nesterov"]),
+    ];
+    for (key, given, places) in fields {
+        // A learning-rate scheduler keeps its starting rate in `initial_lr`.
+        let kept = |group: &Value| places.iter().find_map(|at| number(group.pointer(at)?));
+        let mut kept: Vec<_> = groups.values().filter_map(kept).collect();
+        // Zeros count only where all groups have them: norms may have no weight decay.
+        if kept.iter().any(|&kept| kept != 0.0) {
+            kept.retain(|&kept| kept != 0.0);
+        }
+        kept.dedup();
+        let is_given = |kept: &f64| (kept - given).abs() <= 1e-6 * given.abs();
+        if !kept.is_empty() && !kept.iter().any(is_given) {
+            let path = checkpoint.path().display();
+            tracing::warn!(
+                key,
+                given,
+                ?kept,
+                %path,
+                "the run that was imported had another value, and goes on with the given one"
+            );
+        }
+    }
+}
+
+/// Warns where the run goes on with seeds other than the given ones.
+pub(in crate::trainer) fn warn_of_seeds(args: &CheckedArguments, saved: &RunState, path: &Path) {
+    let seeds = [
+        ("seed", args.seed, saved.seed),
+        ("data_seed", args.data_seed(), saved.data_seed),
+    ];
+    for (key, given, kept) in seeds {
+        if given != kept {
+            tracing::warn!(
+                key,
+                given,
+                kept,
+                path = %path.display(),
+                "the run goes on with the checkpoint's seed; \"no_load_rng\" would take the given one"
+            );
+        }
+    }
+}
