@@ -2,6 +2,8 @@
 
 #[cfg(feature = "cpu")]
 pub mod candle;
+#[cfg(any(feature = "cpu", feature = "tch"))]
+mod masters;
 mod past;
 #[cfg(feature = "tch")]
 pub mod tch;

@@ -1,7 +1,13 @@
 //! Values: access to their elements, reuse of their memory, candle tensors over it, and flat
 //! parameters.
 
-use super::{super::misplaced, pool::Pool};
+use super::{
+    super::{
+        masters::{Masters, NarrowCopy},
+        misplaced,
+    },
+    pool::Pool,
+};
 use crate::{
     Error, Param, ParamStore, Result, TensorType, Value,
     kernels::{Threads, narrow, widen},
@@ -9,9 +15,8 @@ use crate::{
 };
 use candle_core::{CpuStorage, Device, Storage, Tensor, WithDType, op::BackpropOp};
 use half::bf16;
-use merak_mpu::{Buffer, DType, Element, Memory, candle::TensorBuffer};
+use merak_mpu::{Buffer, DType, Element, candle::TensorBuffer};
 use std::{
-    any::Any,
     fmt,
     marker::PhantomData,
     ops::{Deref, Range},
@@ -409,8 +414,8 @@ pub(super) fn param_store(
     let zeros = |dtype| flat_zeros(dtype, len);
     let read = zeros(kept)?;
     let flat: Box<dyn Buffer> = if kept != dtype && params.iter().any(|param| param.trainable) {
-        let masters = TensorBuffer::new(&zeros(dtype)?).map_err(at("parameters"))?;
-        Box::new(Masters::new(Box::new(masters), &read, room.1)?)
+        let wide = TensorBuffer::new(&zeros(dtype)?).map_err(at("parameters"))?;
+        Box::new(with_copy(Box::new(wide), &read, room.1)?)
     } else {
         Box::new(TensorBuffer::new(&read).map_err(at("parameters"))?)
     };
@@ -434,7 +439,7 @@ pub(super) fn param_copies(
         return Err(refused("parameters", reason));
     }
     let read = flat_zeros(kept, masters.len())?;
-    let flat = Box::new(Masters::new(masters, &read, threads)?);
+    let flat = Box::new(with_copy(masters, &read, threads)?);
     let views = views(params, offsets, read, wide)?;
     Ok(ParamStore { flat, views })
 }
@@ -496,74 +501,29 @@ fn refused(name: &str, reason: String) -> Error {
     }
 }
 
-/// f32 parameters of which nodes read a copy in bf16. The copy follows each change.
+/// A copy in bf16 of f32 masters, and the threads that round them.
 #[derive(Debug)]
-struct Masters {
-    flat: Box<dyn Buffer>,
+struct Rounded {
     copy: TensorBuffer,
     threads: Threads,
 }
 
-impl Masters {
-    /// `copy` is a tensor in the narrower type.
-    fn new(flat: Box<dyn Buffer>, copy: &Tensor, threads: &Threads) -> Result<Self> {
-        Ok(Self {
-            flat,
-            copy: TensorBuffer::new(copy).map_err(at("parameters"))?,
-            threads: threads.clone(),
-        })
-    }
-
-    /// Brings some elements of the copy up to date.
-    fn renew(&mut self, elements: Range<usize>) {
-        let Self {
-            flat,
-            copy,
-            threads,
-        } = self;
-        flat.read(&mut |wide| {
-            let wide = &bytemuck::cast_slice(wide)[elements.clone()];
-            copy.write(&mut |bytes| {
-                let copy = &mut bytemuck::cast_slice_mut(bytes)[elements.clone()];
-                narrow(threads, wide, copy);
-            });
-        });
-    }
+/// Masters of which `copy`, a tensor in the narrower type, follows each change.
+fn with_copy(flat: Box<dyn Buffer>, copy: &Tensor, threads: &Threads) -> Result<Masters<Rounded>> {
+    let copy = TensorBuffer::new(copy).map_err(at("parameters"))?;
+    let threads = threads.clone();
+    Ok(Masters {
+        flat,
+        copy: Rounded { copy, threads },
+    })
 }
 
-impl Buffer for Masters {
-    fn dtype(&self) -> DType {
-        self.flat.dtype()
-    }
-
-    fn len(&self) -> usize {
-        self.flat.len()
-    }
-
-    fn read(&self, f: &mut dyn FnMut(&[u8])) {
-        self.flat.read(f);
-    }
-
-    fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
-        self.flat.write(f);
-        self.written();
-    }
-
-    fn write_part(&mut self, bytes: Range<usize>, f: &mut dyn FnMut(&mut [u8])) {
-        self.flat.write_part(bytes.clone(), f);
-        let size = self.flat.dtype().size_bytes();
-        self.renew(bytes.start / size..bytes.end.div_ceil(size));
-    }
-
-    fn memory(&mut self) -> Memory {
-        self.flat.memory()
-    }
-
-    fn written(&mut self) {
-        self.renew(0..self.flat.len());
-    }
-
-    fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
-        self
+impl NarrowCopy for Rounded {
+    fn renew(&mut self, wide: &[f32], elements: Range<usize>) {
+        let Self { copy, threads } = self;
+        copy.write(&mut |bytes| {
+            let copy = &mut bytemuck::cast_slice_mut(bytes)[elements.clone()];
+            narrow(threads, &wide[elements.clone()], copy);
+        });
     }
 }

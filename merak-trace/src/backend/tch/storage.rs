@@ -4,7 +4,13 @@
     reason = "reads and writes the memory of libtorch tensors as slices"
 )]
 
-use super::{super::misplaced, at, shim};
+use super::{
+    super::{
+        masters::{Masters, NarrowCopy},
+        misplaced,
+    },
+    at, shim,
+};
 use crate::{Error, Param, ParamStore, Result, TensorType, Value, value::Lease};
 pub(super) use merak_mpu::tch::kind_of as kind;
 use merak_mpu::{Buffer, DType, Element, Memory};
@@ -466,9 +472,9 @@ pub(super) fn param_copies(
     let memory = |ty: &TensorType| (ty.dtype == narrow).then_some(&copy);
     Ok(ParamStore {
         views: views(params, offsets, len, &Changes::default(), memory)?,
-        flat: Box::new(HostMasters {
+        flat: Box::new(Masters {
             flat: masters,
-            copy,
+            copy: OnDevice(copy),
         }),
     })
 }
@@ -509,67 +515,20 @@ fn refused(name: &str, reason: String) -> Error {
 /// Elements of masters that are copied to the device at once.
 const RENEWED_AT_ONCE: usize = 1 << 24;
 
-/// `f32` parameters in host memory of which nodes read a 16-bit copy on the device. The copy
-/// follows each change.
+/// A 16-bit copy on the device of masters in host memory.
 #[derive(Debug)]
-struct HostMasters {
-    flat: Box<dyn Buffer>,
-    copy: Tensor,
-}
+struct OnDevice(Tensor);
 
 // SAFETY: a shared buffer only reads its tensor, like `Handle`.
-unsafe impl Sync for HostMasters {}
+unsafe impl Sync for OnDevice {}
 
-impl HostMasters {
-    /// Brings some elements of the copy up to date.
-    fn renew(&mut self, elements: Range<usize>) {
-        let Self { flat, copy } = self;
-        flat.read(&mut |bytes| {
-            let all: &[f32] = bytemuck::cast_slice(bytes);
-            let starts = elements.clone().step_by(RENEWED_AT_ONCE);
-            for start in starts {
-                let len = RENEWED_AT_ONCE.min(elements.end - start);
-                let values = Tensor::from_slice(&all[start..start + len]);
-                copy.narrow(0, int(start), int(len)).copy_(&values);
-            }
-        });
-    }
-}
-
-impl Buffer for HostMasters {
-    fn dtype(&self) -> DType {
-        self.flat.dtype()
-    }
-
-    fn len(&self) -> usize {
-        self.flat.len()
-    }
-
-    fn read(&self, f: &mut dyn FnMut(&[u8])) {
-        self.flat.read(f);
-    }
-
-    fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
-        self.flat.write(f);
-        self.written();
-    }
-
-    fn write_part(&mut self, bytes: Range<usize>, f: &mut dyn FnMut(&mut [u8])) {
-        self.flat.write_part(bytes.clone(), f);
-        let size = self.flat.dtype().size_bytes();
-        self.renew(bytes.start / size..bytes.end.div_ceil(size));
-    }
-
-    fn memory(&mut self) -> Memory {
-        self.flat.memory()
-    }
-
-    fn written(&mut self) {
-        self.renew(0..self.flat.len());
-    }
-
-    fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
-        self
+impl NarrowCopy for OnDevice {
+    fn renew(&mut self, wide: &[f32], elements: Range<usize>) {
+        for start in elements.clone().step_by(RENEWED_AT_ONCE) {
+            let len = RENEWED_AT_ONCE.min(elements.end - start);
+            let values = Tensor::from_slice(&wide[start..start + len]);
+            self.0.narrow(0, int(start), int(len)).copy_(&values);
+        }
     }
 }
 
