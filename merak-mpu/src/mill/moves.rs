@@ -186,12 +186,13 @@ impl Moves {
     /// Each member's part at `cuts` goes to it, and its own comes in its place.
     fn exchange(cuts: &[Range<usize>], me: usize) -> Self {
         let mut moves = Self::still(cuts.len());
-        // What is sent has left its place before the others' parts come there.
-        let bytes = cuts.last().map_or(0, |last| last.end);
-        moves.stage_bytes = bytes;
-        moves.copies = vec![(0..bytes, Extent::new(Area::Stage, &(0..bytes)))];
         for (rank, range) in cuts.iter().enumerate().filter(|(rank, _)| *rank != me) {
-            moves.sends[rank] = Extent::new(Area::Stage, range);
+            // What is sent has left its place before the others' parts come there.
+            let start = moves.stage_bytes;
+            moves.stage_bytes += range.len();
+            let stage = Extent::new(Area::Stage, &(start..moves.stage_bytes));
+            moves.copies.push((range.clone(), stage));
+            moves.sends[rank] = stage;
             moves.receives[rank] = Extent::new(Area::Input, range);
         }
         moves
