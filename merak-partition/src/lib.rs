@@ -88,8 +88,8 @@ mod stages;
 pub use costs::{Counted, PhaseCosts, StepCosts};
 pub use error::{Error, Result};
 pub use memory::{
-    ForwardBytes, ParamBytes, ParamSums, Share, TrainingBytes, cached_bytes, forward_bytes,
-    input_bytes,
+    ForwardBytes, ParamBytes, ParamSums, Share, TrainingBytes, ValueWidth, cached_bytes,
+    forward_bytes, input_bytes,
 };
 pub use method::{SplitMethod, StageMethod};
 pub use partition::{Partition, recompute_plan};

@@ -54,6 +54,48 @@ impl Default for ParamBytes {
     }
 }
 
+/// How wide the values of a microbatch lie in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ValueWidth {
+    /// As their types say.
+    #[default]
+    Typed,
+    /// Half of that: under autocast a value of `f32` may have 16 bits, so they take at least this.
+    Autocast,
+}
+
+impl ValueWidth {
+    /// What values take whose types say `bytes`.
+    pub const fn of(self, bytes: usize) -> usize {
+        match self {
+            Self::Typed => bytes,
+            Self::Autocast => bytes / 2,
+        }
+    }
+
+    /// The bytes of a microbatch on a stage, for the simulator.
+    pub(crate) fn stage(self, live: &LiveBytes) -> StageBytes {
+        let of = |bytes| self.of(bytes) as u64;
+        StageBytes {
+            forward: of(live.forward),
+            kept: of(live.kept),
+            backward: of(live.backward),
+            input_half: of(live.input_half),
+            between_halves: of(live.between_halves),
+            weight_half: of(live.weight_half),
+            recompute: of(live.recompute),
+            recomputed: of(live.recomputed),
+            backward_after_recompute: of(live.backward_after_recompute),
+            input_half_after_recompute: of(live.input_half_after_recompute),
+        }
+    }
+
+    /// Memory of freed values that a stage keeps for later values of the same length.
+    pub(crate) fn pool(self, program: &StageProgram) -> usize {
+        self.of(program.kept_free_bytes())
+    }
+}
+
 /// Sums over some parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ParamSums {
@@ -202,13 +244,14 @@ impl RankPrograms {
     pub fn training_bytes(
         &self,
         bytes: &ParamBytes,
+        width: ValueWidth,
         actions: &[Action],
         microbatches: usize,
     ) -> TrainingBytes {
         let programs = || self.stages.iter().map(|(_, program)| &**program);
         let stages = self.stages.iter();
-        let live = stages.map(|(stage, program)| (*stage, stage_bytes(&program.live_bytes())));
-        let pools = programs().map(StageProgram::kept_free_bytes);
+        let live = stages.map(|(stage, program)| (*stage, width.stage(&program.live_bytes())));
+        let pools = programs().map(|program| width.pool(program));
         let values = RankValues {
             batch: input_bytes(programs()),
             microbatches,
@@ -219,14 +262,15 @@ impl RankPrograms {
     }
 }
 
-/// Upper bound on the bytes of a microbatch on a stage, on a backend without scratch memory.
+/// Upper bound on the bytes of a microbatch on a stage, on a backend without scratch memory; under
+/// autocast too, where a value may stay as wide as its type says.
 /// Batches are held until their forward ends, the model's outputs until the step of `microbatches`
 /// microbatches ends.
 pub(crate) fn held_at_most(program: &StageProgram, microbatches: usize) -> StageBytes {
     let size = |value| program.graph.ty(value).size_bytes() as u64;
     let bytes = |ports: &[Port]| ports.iter().map(|port| size(port.value)).sum::<u64>();
     let outputs = bytes(&program.outputs).saturating_mul(microbatches as u64);
-    let mut live = stage_bytes(&program.live_bytes_without_reuse());
+    let mut live = ValueWidth::Typed.stage(&program.live_bytes_without_reuse());
     for peak in [
         &mut live.forward,
         &mut live.backward,
@@ -249,22 +293,6 @@ pub(crate) fn activation_bytes(actions: &[Action], live: &BTreeMap<usize, StageB
     usize::try_from(rank_peak_bytes(actions, bytes)).unwrap_or(usize::MAX)
 }
 
-/// The bytes of a microbatch on a stage, for the simulator.
-pub(crate) fn stage_bytes(live: &LiveBytes) -> StageBytes {
-    StageBytes {
-        forward: live.forward as u64,
-        kept: live.kept as u64,
-        backward: live.backward as u64,
-        input_half: live.input_half as u64,
-        between_halves: live.between_halves as u64,
-        weight_half: live.weight_half as u64,
-        recompute: live.recompute as u64,
-        recomputed: live.recomputed as u64,
-        backward_after_recompute: live.backward_after_recompute as u64,
-        input_half_after_recompute: live.input_half_after_recompute as u64,
-    }
-}
-
 /// The bytes of values that a rank's forwards need, one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ForwardBytes {
@@ -275,17 +303,18 @@ pub struct ForwardBytes {
 }
 
 /// Bytes that the forwards of a rank's stages need. Nothing is kept for a backward.
-pub fn forward_bytes(programs: &[StageProgram]) -> ForwardBytes {
+pub fn forward_bytes(programs: &[StageProgram], width: ValueWidth) -> ForwardBytes {
     let peaks = programs.iter().map(|program| program.live_bytes().forward);
-    let pools = programs.iter().map(StageProgram::kept_free_bytes);
+    let peak = width.of(peaks.max().unwrap_or(0));
+    let pools = programs.iter().map(|program| width.pool(program));
     ForwardBytes {
-        activations: input_bytes(programs.iter()).saturating_add(peaks.max().unwrap_or(0)),
+        activations: input_bytes(programs.iter()).saturating_add(peak),
         pool: pools.max().unwrap_or(0),
     }
 }
 
 /// Bytes of the keys and values of a forward's positions, which a rank keeps to generate text.
-pub fn cached_bytes(programs: &[StageProgram]) -> usize {
+pub fn cached_bytes(programs: &[StageProgram], width: ValueWidth) -> usize {
     let of_program = |program: &StageProgram| {
         let nodes = program.graph.nodes().iter();
         let attentions = nodes.filter(|node| node.op.class() == Class::Attention);
@@ -293,7 +322,7 @@ pub fn cached_bytes(programs: &[StageProgram]) -> usize {
         let kept = attentions.flat_map(|node| &node.inputs[1..3]);
         total(kept.map(|&value| program.graph.ty(value).size_bytes()))
     };
-    total(programs.iter().map(of_program))
+    width.of(total(programs.iter().map(of_program)))
 }
 
 /// Bytes of a microbatch as a rank loads it for its stages.

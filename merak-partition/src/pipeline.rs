@@ -13,9 +13,9 @@ pub use recompute::{Recompute, RecomputeOp};
 
 use crate::{
     Error, ParamBytes, Partition, PartitionReport, RankPrograms, ReportOptions, Result, Segments,
-    StageMethod, StepCosts, TrainingBytes,
+    StageMethod, StepCosts, TrainingBytes, ValueWidth,
 };
-use merak_pipe::{Auto, Schedule, ScheduleKind, Size};
+use merak_pipe::{Action, Auto, Schedule, ScheduleKind, Size};
 use merak_trace::{Graph, RecomputePlan, StageCuts, StageProgram, TiedParam};
 use std::sync::Arc;
 
@@ -59,8 +59,22 @@ pub struct PipelineOptions {
     pub memory_limit: Option<usize>,
     /// Bytes that a rank keeps for each element of its parameters.
     pub param_bytes: ParamBytes,
+    /// How wide values lie in memory.
+    pub value_width: ValueWidth,
     /// The values that backwards recompute.
     pub recompute: Recompute,
+}
+
+impl PipelineOptions {
+    /// The bytes that a rank with these programs needs to train by these actions.
+    fn training_bytes(
+        &self,
+        rank: &RankPrograms,
+        actions: &[Action],
+        microbatches: usize,
+    ) -> TrainingBytes {
+        rank.training_bytes(&self.param_bytes, self.value_width, actions, microbatches)
+    }
 }
 
 /// Searches for stages under a limit of memory, before those that need least are taken.
@@ -269,8 +283,8 @@ impl Pipeline {
     /// # Errors
     /// When an operation has no gradient.
     pub fn training_bytes(&self, rank: usize) -> Result<TrainingBytes> {
-        Ok(self.rank_programs(rank)?.training_bytes(
-            &self.options.param_bytes,
+        Ok(self.options.training_bytes(
+            &self.rank_programs(rank)?,
             &self.schedule.actions[rank],
             self.schedule.size.microbatches,
         ))
@@ -286,6 +300,7 @@ impl Pipeline {
             recompute: self.recompute.clone(),
             placement: self.placement.clone(),
             param_bytes: self.options.param_bytes,
+            value_width: self.options.value_width,
         };
         crate::report(&self.graph, &self.partition, &options)
     }

@@ -3,7 +3,7 @@
 mod modules;
 mod table;
 
-use crate::{Error, ParamBytes, Partition, RankPrograms, Result, memory::total};
+use crate::{Error, ParamBytes, Partition, RankPrograms, Result, ValueWidth, memory::total};
 use merak_trace::{Graph, Hop, Phase, RecomputePlan, StageProgram, TiedParam, op::Cost};
 use modules::ModuleRanges;
 use serde::Serialize;
@@ -20,6 +20,8 @@ pub struct ReportOptions {
     pub placement: Vec<usize>,
     /// Bytes that a rank keeps for each element of its parameters.
     pub param_bytes: ParamBytes,
+    /// How wide values lie in memory.
+    pub value_width: ValueWidth,
 }
 
 impl ReportOptions {
@@ -33,6 +35,7 @@ impl ReportOptions {
             recompute: Vec::new(),
             placement: Vec::new(),
             param_bytes: ParamBytes::default(),
+            value_width: ValueWidth::default(),
         }
     }
 }
@@ -199,7 +202,7 @@ fn of_program(
         .sum();
     let alone = RankPrograms::of(vec![(0, Arc::clone(program))]);
     let held = options.param_bytes.held(alone.sums());
-    let kept_bytes = program.live_bytes().kept;
+    let kept_bytes = options.value_width.of(program.live_bytes().kept);
     StageReport {
         stage: 0,
         rank: 0,

@@ -6,7 +6,7 @@ use crate::{
     config::CheckedArguments,
     error::{Error, Result},
     machine::{free_addresses, memory_bytes, product_addresses},
-    plan::{Forward, ParamGroups, Plan, kept_bytes, param_bytes},
+    plan::{Forward, ParamGroups, Plan, kept_bytes, param_bytes, value_width},
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::{ForwardBytes, cached_bytes, forward_bytes};
@@ -200,7 +200,7 @@ impl Plan {
         workloads: &[Workload],
         rank: usize,
     ) -> Result<MemoryNeed> {
-        let training = self.training_bytes(rank)?;
+        let (training, width) = (self.training_bytes(rank)?, value_width(args));
         let mut need = MemoryNeed {
             files: self.file_bytes(args, rank)?,
             exchange: self.exchange_bytes(args, rank)?,
@@ -218,7 +218,10 @@ impl Plan {
                 },
                 Workload::Evaluation { samples } => {
                     let batch = args.evaluation_batch(samples);
-                    forward_bytes(&programs(Forward::loss(batch, self.draft.seq_length))?)
+                    forward_bytes(
+                        &programs(Forward::loss(batch, self.draft.seq_length))?,
+                        width,
+                    )
                 }
                 Workload::Generation { positions } => {
                     let first = programs(Forward::logits(1, FIRST_TOKENS, Some(FIRST_TOKENS)))?;
@@ -227,17 +230,14 @@ impl Plan {
                     let objective = self.draft.model.objective();
                     let caches = args.use_cache && objective != Objective::SequenceToSequence;
                     let kept = if caches { positions } else { 0 };
-                    let cache = cached_bytes(&first).saturating_mul(kept.div_ceil(args.dp));
-                    let mut bytes = forward_bytes(&first);
+                    let cache = cached_bytes(&first, width).saturating_mul(kept.div_ceil(args.dp));
+                    let mut bytes = forward_bytes(&first, width);
                     for more in [cache, self.gathered_bytes(args, rank)?] {
                         bytes.activations = bytes.activations.saturating_add(more);
                     }
                     bytes
                 }
             };
-            // Under autocast a value of f32 may have 16 bits.
-            let share = if args.autocast().is_some() { 2 } else { 1 };
-            let (activations, pool) = (activations / share, pool / share);
             need.pool = need.pool.max(pool);
             if activations > need.activations {
                 (need.activations, need.largest) = (activations, Some(workload));
@@ -433,20 +433,32 @@ impl Room {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{config::Config, plan::PlanInputs};
+    use crate::{
+        config::{BackendChoice, Config, HalfPrecision},
+        error::PlanError,
+        plan::PlanInputs,
+    };
     use serde_json::json;
     use threads::{
         GAPS, GUARD_BYTES, HEAP_BYTES, OTHER_THREADS, PAIR_BYTES, PROCESS_BYTES, STACK_BYTES,
     };
 
     fn plan(keys: &[&str]) -> (Plan, CheckedArguments) {
+        let args = arguments(keys);
+        (planned(&args).unwrap(), args)
+    }
+
+    fn arguments(keys: &[&str]) -> CheckedArguments {
         let line: Vec<_> = keys.iter().map(|key| format!("--{key}")).collect();
-        let args = Config::load(None, [], &line).unwrap().check().unwrap();
+        Config::load(None, [], &line).unwrap().check().unwrap()
+    }
+
+    fn planned(args: &CheckedArguments) -> Result<Plan> {
         let model =
             merak_trace::models::from_config(&json!({ "model_type": "gpt2", "vocab_size": 32,
             "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2 }));
-        let inputs = PlanInputs::read(model.unwrap().into(), &args).unwrap();
-        (Plan::new(&inputs, &args).unwrap(), args)
+        let inputs = PlanInputs::read(model.unwrap().into(), args)?;
+        Plan::new(&inputs, args)
     }
 
     fn room(memory: u64, addresses: u64) -> Room {
@@ -485,6 +497,42 @@ mod tests {
         );
         let plain = total(&["optim=sgd", "zero_stage=0"]);
         assert_eq!(plain.optimizer, 0);
+    }
+
+    #[test]
+    fn autocast_halves_values_in_the_dry_run_as_in_the_search_within_a_limit() {
+        let keys = [
+            "pp=2",
+            "partition_method=exact",
+            "per_device_train_batch_size=8",
+        ];
+        let wide = arguments(&keys);
+        let narrow = |limit| {
+            let mut narrow = wide.clone().into_arguments();
+            narrow.compute.backend = BackendChoice::Tch;
+            (narrow.bf16, narrow.half_precision_backend) = (true, Some(HalfPrecision::Amp));
+            narrow.autopipe.memory_limit = limit;
+            CheckedArguments::of(narrow)
+        };
+        let needs = |args: &CheckedArguments| {
+            let plan = planned(args).unwrap();
+            plan.memory(args, &[Workload::Training]).unwrap()
+        };
+        let halved = needs(&narrow(None));
+        for (wide, narrow) in needs(&wide).iter().zip(&halved) {
+            assert_eq!(narrow.weights, wide.weights);
+            assert!(narrow.activations < wide.activations, "{narrow:?} {wide:?}");
+        }
+        let limit = halved.iter().map(MemoryNeed::total).max();
+        let within = needs(&narrow(limit));
+        assert!(within.iter().map(MemoryNeed::total).max() <= limit);
+        let mut wide = wide.clone().into_arguments();
+        wide.autopipe.memory_limit = limit;
+        let refused = planned(&CheckedArguments::of(wide)).unwrap_err();
+        assert!(
+            matches!(refused, Error::Plan(PlanError::StageMemory { .. })),
+            "{refused}"
+        );
     }
 
     #[test]

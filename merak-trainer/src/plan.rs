@@ -21,7 +21,7 @@ use draft::with_adapter;
 use merak_ckpt::LoraConfig;
 use merak_partition::{
     Counted, Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, Recompute,
-    RecomputeOp, ScheduleChoice, Share, StageMethod, StepCosts,
+    RecomputeOp, ScheduleChoice, Share, StageMethod, StepCosts, ValueWidth,
 };
 use merak_tp::{Options, Sequence, rewrite_with};
 use merak_trace::{
@@ -346,8 +346,17 @@ fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
         comm_cost: args.autopipe.comm_cost,
         memory_limit: args.autopipe.memory_limit,
         param_bytes: param_bytes(args, args.replicas()),
+        value_width: value_width(args),
         recompute: recompute(args),
     })
+}
+
+/// How wide the values of a microbatch lie in memory.
+pub(crate) fn value_width(args: &CheckedArguments) -> ValueWidth {
+    match args.autocast() {
+        Some(_) => ValueWidth::Autocast,
+        None => ValueWidth::Typed,
+    }
 }
 
 /// Bytes in memory of each of `replicas` ranks with the same parameters for an element of them.

@@ -15,7 +15,7 @@ use super::{LaidOut, PipelineOptions, Recompute, program};
 use crate::{
     Error, PhaseCosts, RankPrograms, Result, StepCosts,
     costs::{hop, of_stages},
-    memory::{held_at_most, stage_bytes},
+    memory::held_at_most,
 };
 use merak_pipe::{
     Auto, AutoLimits, ByteLimits, Costs, Schedule, ScheduleKind, Size, auto, simulate,
@@ -147,8 +147,8 @@ fn fullest(options: &PipelineOptions, schedule: &Schedule, programs: &Programs) 
             .filter(|(_, owner)| **owner == rank);
         let own = own.map(|(stage, _)| (stage, Arc::clone(&programs[stage])));
         let own = RankPrograms::of(own.collect());
-        let bytes = &options.param_bytes;
-        own.training_bytes(bytes, actions, schedule.size.microbatches)
+        options
+            .training_bytes(&own, actions, schedule.size.microbatches)
             .total()
     };
     let ranks = schedule.actions.iter().enumerate();
@@ -191,15 +191,14 @@ fn all_limits(options: &PipelineOptions, limit: usize, stages: [&Programs; 2]) -
     let fixed = |stage: usize| {
         let needs = stages.map(|programs| {
             let own = RankPrograms::of(vec![(stage, Arc::clone(&programs[stage]))]);
-            own.training_bytes(&options.param_bytes, &[], size.microbatches)
-                .total()
+            options.training_bytes(&own, &[], size.microbatches).total()
         });
         needs[0].max(needs[1]) as u64
     };
     let fixed = (0..size.stages()).map(fixed).collect();
     let [stages, without_recompute] = stages.map(|programs| {
         let live = programs.iter().map(|program| program.live_bytes());
-        live.map(|live| stage_bytes(&live)).collect()
+        live.map(|live| options.value_width.stage(&live)).collect()
     });
     ByteLimits {
         stages,

@@ -88,7 +88,7 @@ fn step(
         .on_cores(costs.cores());
     Ok(match limit {
         Some(limit) => {
-            let segments = SegmentBytes::of(&programs);
+            let segments = SegmentBytes::of(&programs, options.value_width);
             step.with_memory(RankMemory::new(limit, options.param_bytes, segments))
         }
         None => step,

@@ -3,7 +3,7 @@
 use super::StageLoad;
 use crate::{
     ParamBytes,
-    memory::{ParamSums, RankValues, stage_bytes, total},
+    memory::{ParamSums, RankValues, ValueWidth, total},
 };
 use merak_pipe::{Schedule, StageBytes};
 use merak_trace::StageProgram;
@@ -29,7 +29,7 @@ pub struct SegmentBytes {
 
 impl SegmentBytes {
     /// The bytes of segments with these programs.
-    pub fn of(programs: &[StageProgram]) -> Vec<Self> {
+    pub fn of(programs: &[StageProgram], width: ValueWidth) -> Vec<Self> {
         let mut users: BTreeMap<&str, usize> = BTreeMap::new();
         for param in programs.iter().flat_map(StageProgram::params) {
             *users.entry(&param.name).or_default() += 1;
@@ -45,11 +45,11 @@ impl SegmentBytes {
             let size = |value| program.graph.ty(value).size_bytes();
             let ports = program.inputs.iter();
             let mut segment = Self {
-                values: stage_bytes(&program.live_bytes()),
+                values: width.stage(&program.live_bytes()),
                 inputs: ports
                     .map(|port| (inputs[port.name.as_str()], size(port.value)))
                     .collect(),
-                pool: program.kept_free_bytes(),
+                pool: width.pool(program),
                 ..Self::default()
             };
             for (id, param) in program.params().iter().enumerate() {
@@ -208,7 +208,8 @@ mod tests {
         };
         let graph = model.trace(&options).unwrap();
         let segments = segment(&graph, &SegmentOptions::for_model(&model.info(), 2)).unwrap();
-        let of_segments = SegmentBytes::of(&segments.programs(&graph, &[]).unwrap());
+        let of_segments =
+            SegmentBytes::of(&segments.programs(&graph, &[]).unwrap(), ValueWidth::Typed);
         let (len, nodes) = (segments.len(), &segments.bounds);
         let cuts = StageCuts::new(&graph, vec![0, nodes[2], nodes[len - 1], nodes[len]]).unwrap();
         let program = |stage| {

@@ -3,7 +3,7 @@
 use insta::assert_snapshot;
 use merak_partition::{
     Error, ParamBytes, Partition, PartitionReport, ReportOptions, SegmentOptions, Share,
-    SplitMethod, StageMethod, recompute_plan, report,
+    SplitMethod, StageMethod, ValueWidth, recompute_plan, report,
 };
 use merak_trace::{
     Graph,
@@ -189,8 +189,7 @@ fn memory_follows_the_bytes_per_parameter_and_the_live_microbatches() {
             state: Share::whole(0),
             ..ParamBytes::default()
         },
-        recompute: vec![],
-        placement: vec![],
+        ..ReportOptions::one_f_one_b(2, 0)
     };
     let memory = |options: &ReportOptions| {
         report(&graph, &partition, options).unwrap().stages[1].memory_bytes
@@ -212,6 +211,11 @@ fn memory_follows_the_bytes_per_parameter_and_the_live_microbatches() {
         ..base
     };
     assert_eq!(memory(&options), weights + 3 * stage.kept_bytes);
+    let halved = ReportOptions {
+        value_width: ValueWidth::Autocast,
+        ..options
+    };
+    assert_eq!(memory(&halved), weights + 3 * (stage.kept_bytes / 2));
 }
 
 #[test]

@@ -6,8 +6,9 @@
 
 use insta::assert_snapshot;
 use merak_partition::{
-    ExactOptions, OneFOneB, ParamBytes, ParamSums, Partition, PhaseCosts, RankMemory, Scheduled,
-    SegmentBytes, SegmentCosts, SegmentOptions, StageLoad, StepTime, Stopped, autopipe, exact,
+    Counted, Error, ExactOptions, Layout, OneFOneB, ParamBytes, ParamSums, Partition, PhaseCosts,
+    Pipeline, PipelineOptions, RankMemory, Recompute, ScheduleChoice, Scheduled, SegmentBytes,
+    SegmentCosts, SegmentOptions, StageLoad, StepTime, Stopped, ValueWidth, autopipe, exact,
     lay_out, segment,
 };
 use merak_pipe::{ActivationBytes, Costs, ScheduleKind, Size, simulate};
@@ -242,7 +243,7 @@ proptest! {
         let found = lay_out(&step);
         let costs = step.segment_costs().unwrap();
         if let Some(shortest) = shortest(&costs, size.stages(), &step) { prop_assert_eq!(found.unwrap().step_time, shortest) } else {
-            let refused = matches!(found, Err(merak_partition::Error::NoPartition { .. }));
+            let refused = matches!(found, Err(Error::NoPartition { .. }));
             prop_assert!(refused, "a partition was found where none fits");
         }
     }
@@ -300,6 +301,45 @@ fn stages_of_a_v_are_laid_so_that_ranks_have_even_work() {
 }
 
 #[test]
+fn a_cut_keeps_a_limit_under_autocast_that_no_cut_keeps_without() {
+    let config =
+        json!({ "model_type": "gpt2", "n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 101 });
+    let model = models::from_config(&config).unwrap();
+    let graph = model.trace(&TraceOptions::training(4, 32)).unwrap();
+    let segments = segment(&graph, &SegmentOptions::for_model(&model.info(), 2)).unwrap();
+    for layout in [Layout::Exact, Layout::Autopipe] {
+        let laid = |value_width, limit| {
+            let options = PipelineOptions {
+                size: Size::new(2, 4),
+                virtual_stages: 1,
+                schedule: ScheduleChoice::Named(ScheduleKind::OneFOneB),
+                layout: layout.clone(),
+                search_microbatches: None,
+                comm_cost: None,
+                memory_limit: Some(limit),
+                param_bytes: ParamBytes::default(),
+                value_width,
+                recompute: Recompute::Nothing,
+            };
+            Pipeline::new(graph.clone(), segments.clone(), options, &Counted)
+        };
+        let least = |width| match laid(width, 1000) {
+            Err(Error::StageMemory { least, .. }) => least,
+            _ => unreachable!("no stage fits into a thousand bytes"),
+        };
+        let limit = least(ValueWidth::Autocast);
+        assert!(limit < least(ValueWidth::Typed), "{layout:?}");
+        let refused = laid(ValueWidth::Typed, limit).unwrap_err();
+        assert!(matches!(refused, Error::StageMemory { .. }), "{refused}");
+        let cut = laid(ValueWidth::Autocast, limit).unwrap();
+        for rank in 0..2 {
+            let needed = cut.training_bytes(rank).unwrap().total();
+            assert!(needed <= limit, "{layout:?}: {needed} of {limit}");
+        }
+    }
+}
+
+#[test]
 fn what_does_not_fit_the_segments_of_a_schedule_is_named() {
     let size = Size::new(2, 4).with_chunks(2);
     let step = || scheduled(&[(1, 2); 6], ScheduleKind::ZbV, size);
@@ -319,8 +359,5 @@ fn times_that_no_step_can_have_are_refused_and_not_taken_for_a_lack_of_memory() 
     let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 4)).unwrap();
     let step = Scheduled::new(schedule, vec![costs; 4]).unwrap();
     let refused = lay_out(&step).unwrap_err();
-    assert!(
-        matches!(refused, merak_partition::Error::Schedule(_)),
-        "{refused}"
-    );
+    assert!(matches!(refused, Error::Schedule(_)), "{refused}");
 }
