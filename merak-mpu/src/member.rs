@@ -39,6 +39,10 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// The host and the place there that this rank runs on.
     fn locality(&self) -> Locality;
 
+    /// Bytes of the memory through which the processes of this rank's host move data, all of them
+    /// together, from the start of the world to its end; that of a library beneath is not known.
+    fn shared_bytes(&self) -> usize;
+
     /// One moment, the same on every rank, from which the timelines of the ranks count. Between
     /// processes it is as exact as half the time that a message takes there and back.
     fn epoch(&self) -> Instant;
@@ -139,6 +143,12 @@ impl Member {
     /// The host and the place there that this rank runs on.
     pub fn locality(&self) -> Locality {
         self.engine.locality()
+    }
+
+    /// Bytes of the memory through which the processes of this rank's host move data; see
+    /// [`Engine::shared_bytes`].
+    pub fn shared_bytes(&self) -> usize {
+        self.engine.shared_bytes()
     }
 
     /// One moment, the same on every rank; see [`Engine::epoch`].

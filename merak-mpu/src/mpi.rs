@@ -209,6 +209,7 @@ fn weave(meeting: &Meeting, own: usize, desk: Desk, slot_bytes: usize) -> (Woven
         // The port looks for messages itself.
         spins: false,
         ends_together: true,
+        shared_bytes: 0,
     };
     (woven, Box::new(move |grind| desk.grind(lanes, grind)))
 }

@@ -141,6 +141,10 @@ impl Engine for SlowEngine {
         self.engine.locality()
     }
 
+    fn shared_bytes(&self) -> usize {
+        self.engine.shared_bytes()
+    }
+
     fn epoch(&self) -> Instant {
         self.engine.epoch()
     }

@@ -122,10 +122,12 @@ fn weave(
         })?;
     }
     let cores = thread::available_parallelism().map_or(1, usize::from);
+    let place = meeting.locality(rank);
     let woven = Woven {
         links: streams.into_iter().map(|one| one.map(Link::new)).collect(),
-        spins: options.shared_memory && meeting.locality(rank).core_sharers <= cores,
+        spins: options.shared_memory && place.core_sharers <= cores,
         ends_together: false,
+        shared_bytes: shared_bytes(options, place.local_size),
     };
     let start = move |grind: Grind| {
         let builder = thread::Builder::new().name(format!("mill-{rank}"));
@@ -134,6 +136,22 @@ fn weave(
         })
     };
     Ok((woven, Box::new(start)))
+}
+
+/// Bytes of the memory that `ranks` ranks of a host share.
+#[cfg(target_os = "linux")]
+fn shared_bytes(options: &JoinOptions, ranks: usize) -> usize {
+    if options.shared_memory {
+        shared::bytes_among(ranks)
+    } else {
+        0
+    }
+}
+
+/// This system has no memory to share.
+#[cfg(not(target_os = "linux"))]
+fn shared_bytes(_: &JoinOptions, _: usize) -> usize {
+    0
 }
 
 /// Makes a world of `n` ranks of this process that are connected by real sockets, as tests need

@@ -87,8 +87,8 @@ pub struct RunMemory {
     pub exchange: u64,
     /// Values of the graph, and the memory of freed ones that is kept for the next.
     pub activations: u64,
-    /// Stacks of threads, and what each rank holds beside its tensors: scratch memory of kernels,
-    /// programs, layouts and mailboxes.
+    /// Stacks of threads, and what ranks hold beside their tensors: scratch memory of kernels,
+    /// programs, layouts and mailboxes, and the memory through which processes move data.
     pub threads: u64,
     /// The data that are held in memory.
     pub data: u64,
@@ -434,7 +434,7 @@ impl Room {
 mod tests {
     use super::*;
     use crate::{
-        config::{BackendChoice, Config, HalfPrecision},
+        config::{BackendChoice, Config, HalfPrecision, Host},
         error::PlanError,
         plan::PlanInputs,
     };
@@ -623,6 +623,26 @@ mod tests {
         ];
         assert!(figures.iter().all(|part| text.contains(part)), "{text}");
         assert!(text.ends_with("; choose less data"), "{text}");
+    }
+
+    #[test]
+    fn memory_that_processes_share_is_counted_once_and_its_addresses_in_both() {
+        let (plan, args) = plan(&["dp=4", "per_device_train_batch_size=1"]);
+        let threads = |shared_bytes| {
+            let args = args.clone().on(Host {
+                ranks: (0..4).collect(),
+                core_sharers: 4,
+                shared_bytes,
+            });
+            let memory = plan.run_memory(&args, &[Workload::Training], 0).unwrap();
+            [memory.threads, mapped_bytes(&args, 0, 0)]
+        };
+        let shared: u64 = 12 << 20;
+        let ([touched, mapped], alone) = (threads(12 << 20), threads(0));
+        assert_eq!(
+            [touched, mapped],
+            [alone[0] + shared, alone[1] + 2 * shared]
+        );
     }
 
     #[test]

@@ -57,6 +57,7 @@ impl World {
         let host = Host {
             ranks: here.map(|(rank, _)| rank).collect(),
             core_sharers: place.core_sharers,
+            shared_bytes: member.shared_bytes(),
         };
         Ok(Self(Ranks::Process {
             member,
@@ -510,6 +511,7 @@ mod tests {
             args.clone().on(Host {
                 ranks,
                 core_sharers,
+                shared_bytes: 0,
             })
         };
         let cores = num_cores();

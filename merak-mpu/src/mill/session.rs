@@ -32,6 +32,8 @@ pub(crate) struct Woven {
     pub(crate) spins: bool,
     /// Whether no process may leave before all have ended.
     pub(crate) ends_together: bool,
+    /// Bytes that the processes of this one's host share with each other.
+    pub(crate) shared_bytes: usize,
 }
 
 /// Starts a thread that runs a mill, or has one that there is run it.
@@ -61,6 +63,7 @@ pub(crate) struct Session {
     control: Arc<Control>,
     mill: Mutex<Option<JoinHandle<()>>>,
     ends_together: bool,
+    shared_bytes: usize,
     locality: Locality,
 }
 
@@ -124,7 +127,11 @@ impl Session {
         let (counter, groups) = (Arc::new(counter), Arc::<Groups>::default());
         let alarm = Arc::clone(&counter);
         state.on_poison(move || alarm.waker.wake());
-        let ends_together = woven.ends_together;
+        let Woven {
+            ends_together,
+            shared_bytes,
+            ..
+        } = woven;
         let mill = Mill::new(state, control, &groups, &counter, woven);
         let (of_state, of_control) = (Arc::clone(state), Arc::clone(control));
         let drained = Arc::clone(&counter);
@@ -151,6 +158,7 @@ impl Session {
                 mill.map_err(|error| lacks(rank, "progress thread", &error))?,
             )),
             ends_together,
+            shared_bytes,
             locality,
         })
     }
@@ -307,6 +315,10 @@ impl Engine for ProcessRank {
 
     fn locality(&self) -> Locality {
         self.0.locality
+    }
+
+    fn shared_bytes(&self) -> usize {
+        self.0.shared_bytes
     }
 
     fn epoch(&self) -> Instant {

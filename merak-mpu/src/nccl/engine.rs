@@ -166,6 +166,10 @@ impl Engine for NcclRank {
         self.inner().locality()
     }
 
+    fn shared_bytes(&self) -> usize {
+        self.inner().shared_bytes()
+    }
+
     fn epoch(&self) -> Instant {
         self.inner().epoch()
     }

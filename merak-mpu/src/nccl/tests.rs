@@ -507,6 +507,10 @@ impl Engine for OnDevice {
         self.0.locality()
     }
 
+    fn shared_bytes(&self) -> usize {
+        self.0.shared_bytes()
+    }
+
     fn epoch(&self) -> Instant {
         self.0.epoch()
     }

@@ -36,6 +36,11 @@ const HEAD_BYTES: usize = 4096;
 
 const MAP_BYTES: usize = HEAD_BYTES + 2 * RING_BYTES;
 
+/// Bytes of the rings between all pairs of `ranks` ranks of a host.
+pub(super) const fn bytes_among(ranks: usize) -> usize {
+    ranks * ranks.saturating_sub(1) / 2 * MAP_BYTES
+}
+
 /// Bytes between counters that different processes write.
 const STRIDE: usize = 128;
 

@@ -192,6 +192,10 @@ impl Engine for Rank {
         self.world.poison.get().cloned()
     }
 
+    fn shared_bytes(&self) -> usize {
+        0
+    }
+
     fn locality(&self) -> Locality {
         Locality {
             host: 0,

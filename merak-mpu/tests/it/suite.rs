@@ -65,6 +65,17 @@ fn over_sockets(n: usize, timeout: Duration) -> Vec<Member> {
     tcp::world_of(&options).expect("there are sockets")
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn every_rank_knows_the_memory_that_all_pairs_of_its_host_share() {
+    let shared = |member: Member| member.shared_bytes();
+    let of_pair = tcp_world(2, shared)[0];
+    assert!(of_pair >= 2 << 20, "two rings of a MiB: {of_pair}");
+    assert_eq!(tcp_world(4, shared), [6 * of_pair; 4]);
+    assert_eq!(sockets_world(3, shared), [0; 3]);
+    assert_eq!(world(3, shared), [0; 3]);
+}
+
 #[cfg(unix)]
 #[test]
 fn tcp_without_shared_memory_passes_every_check() {

@@ -33,6 +33,8 @@ pub(crate) struct Host {
     pub(crate) ranks: Vec<usize>,
     /// How many of them may run on the cores of this process, its own included.
     pub(crate) core_sharers: usize,
+    /// Bytes of the memory through which these processes move data, all of them together.
+    pub(crate) shared_bytes: usize,
 }
 
 impl Deref for CheckedArguments {
@@ -106,6 +108,11 @@ impl CheckedArguments {
     /// The number of processes on this host that run these ranks.
     pub(crate) fn processes_here(&self) -> usize {
         self.host.as_ref().map_or(1, |host| host.ranks.len())
+    }
+
+    /// Bytes of the memory through which the processes on this host move data.
+    pub(crate) fn shared_bytes_here(&self) -> usize {
+        self.host.as_ref().map_or(0, |host| host.shared_bytes)
     }
 
     /// By place in the pipeline, how many of its ranks are on this host.
@@ -395,6 +402,7 @@ mod tests {
         let processes = threads.on(Host {
             ranks,
             core_sharers: 2,
+            shared_bytes: 0,
         });
         assert_eq!(here(&processes), ([4, 4, 2], vec![3, 1]));
     }

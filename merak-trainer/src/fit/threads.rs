@@ -42,14 +42,15 @@ fn threads_of_rank(args: &CheckedArguments) -> [u64; 2] {
     [threads_per_rank(args), args.dataloader_num_workers].map(|threads| threads as u64)
 }
 
-/// What all ranks hold beside their tensors and threads.
+/// What all ranks hold beside their tensors and threads: their own, and what they share.
 fn own_bytes(args: &CheckedArguments) -> u64 {
     let (ranks, [compute, _]) = (args.ranks_here() as u64, threads_of_rank(args));
     let own = compute
         .saturating_mul(SCRATCH_BYTES)
         .saturating_add(RANK_BYTES)
         .saturating_add(ranks.saturating_mul(PAIR_BYTES));
-    ranks.saturating_mul(own)
+    let shared = args.shared_bytes_here() as u64;
+    ranks.saturating_mul(own).saturating_add(shared)
 }
 
 /// Bytes that the threads of all ranks touch, and that the ranks hold beside their tensors.
@@ -61,7 +62,8 @@ pub(super) fn touched_bytes(args: &CheckedArguments) -> u64 {
 }
 
 /// Addresses that the same takes: whole stacks, whole scratch memory of products (`products` bytes
-/// for a thread), and what the heap reserves beside `values` bytes of tensors.
+/// for a thread), and what the heap reserves beside `values` bytes of tensors. Shared memory counts
+/// twice: both processes of a pair map it.
 pub(super) fn mapped_bytes(args: &CheckedArguments, values: u64, products: u64) -> u64 {
     let ranks = args.ranks_here() as u64;
     let [compute, loading] = threads_of_rank(args);
@@ -78,6 +80,7 @@ pub(super) fn mapped_bytes(args: &CheckedArguments, values: u64, products: u64) 
     let of_process =
         (OTHER_THREADS * other + PROCESS_BYTES).saturating_mul(args.processes_here() as u64);
     own_bytes(args)
+        .saturating_add(args.shared_bytes_here() as u64)
         .saturating_add(ranks.saturating_mul(of_rank))
         .saturating_add(of_process)
         .saturating_add(values / GAPS)
