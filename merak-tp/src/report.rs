@@ -1,7 +1,7 @@
 //! The report of a rewrite, for people.
 
-use crate::{Choice, SplitKind, traffic::Exchange};
-use merak_trace::{Axis, Graph, ValueId, needs_grad, op::Collective};
+use crate::{Choice, SplitKind};
+use merak_trace::{Axis, Graph, needs_grad, op::Exchange};
 use serde::Serialize;
 use std::fmt;
 
@@ -105,14 +105,18 @@ impl Report {
     pub(crate) fn count_collectives(&mut self, graph: &Graph) {
         let needs_grad = needs_grad(graph, &[]);
         for node in graph.nodes() {
-            let ring = Exchange::ring(graph, node);
-            if let Some(ring) = ring.filter(|_| node.op.communicates() == Some(self.axis)) {
-                self.count(ring.name, false, (ring.count, ring.bytes));
+            let Some(exchange) = Exchange::of(graph, node) else {
+                continue;
+            };
+            let (count, bytes) = (exchange.count, exchange.whole_bytes);
+            let ring = node.op.ring();
+            if ring.is_some_and(|ring| ring.slice.axis == self.axis) {
+                self.count(exchange.name, false, (count, bytes));
                 if node.inputs[..3]
                     .iter()
                     .any(|input| needs_grad[input.index()])
                 {
-                    self.count(ring.name, true, (2 * ring.count, 2 * ring.bytes));
+                    self.count(exchange.name, true, (2 * count, 2 * bytes));
                 }
                 continue;
             }
@@ -120,21 +124,13 @@ impl Report {
             let Some(region) = region.filter(|region| region.axis == self.axis) else {
                 continue;
             };
-            let (input, output) = (node.inputs[0], node.outputs[0]);
-            let bytes = |value: ValueId| graph.ty(value).size_bytes();
             // The whole value, forward and backward alike.
-            let (forward, backward) = (region.kind.forward(), region.kind.backward());
-            let parts = match forward {
-                Some(Collective::AllToAll) => self.degree,
-                Some(Collective::AllReduce | Collective::AllGather | Collective::ReduceScatter)
-                | None => 1,
-            };
-            let whole = parts * bytes(input).max(bytes(output));
-            if let Some(collective) = forward {
-                self.count(collective.name(), false, (1, whole));
+            if let Some(collective) = region.kind.forward() {
+                self.count(collective.name(), false, (count, bytes));
             }
-            if let Some(collective) = backward.filter(|_| needs_grad[input.index()]) {
-                self.count(collective.name(), true, (1, whole));
+            let backward = region.kind.backward();
+            if let Some(collective) = backward.filter(|_| needs_grad[node.inputs[0].index()]) {
+                self.count(collective.name(), true, (count, bytes));
             }
         }
         self.collectives

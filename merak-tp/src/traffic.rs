@@ -1,6 +1,6 @@
 //! What a microbatch communicates, counted from the programs that ranks run.
 
-use merak_trace::{Axis, Graph, Node, Op, Phase, StageProgram, ValueId, op::Ring};
+use merak_trace::{Axis, Phase, StageProgram, op::Exchange};
 use serde::Serialize;
 use std::{collections::BTreeMap, fmt};
 
@@ -59,8 +59,10 @@ impl Traffic {
         for program in programs {
             let nodes = program.graph.nodes().iter().zip(&program.phases);
             for (node, phase) in nodes.filter(|(node, _)| node.op.communicates() == Some(axis)) {
-                let (layer, exchange) = (node.layer(), Exchange::of(&program.graph, node));
-                let collective = exchange.name;
+                let Some(exchange) = Exchange::of(&program.graph, node) else {
+                    continue;
+                };
+                let (layer, collective) = (node.layer(), exchange.name);
                 let key = (layer.to_owned(), collective);
                 let index = *known.entry(key).or_insert_with(|| {
                     traffic.layers.push(LayerTraffic {
@@ -74,7 +76,7 @@ impl Traffic {
                     traffic.layers.len() - 1
                 });
                 let row = &mut traffic.layers[index];
-                row.bytes += exchange.bytes;
+                row.bytes += exchange.whole_bytes;
                 *match phase {
                     Phase::Forward => &mut row.forward,
                     Phase::Recompute => &mut row.recomputed,
@@ -106,57 +108,6 @@ impl Traffic {
             }
         }
         total
-    }
-}
-
-/// What a node exchanges between ranks.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Exchange {
-    /// Name of the collective.
-    pub(crate) name: &'static str,
-    /// Number of them.
-    pub(crate) count: usize,
-    /// Bytes of the whole values that are summed, joined or turned, or that go round.
-    pub(crate) bytes: usize,
-}
-
-impl Exchange {
-    fn of(graph: &Graph, node: &Node) -> Self {
-        if let Some(ring) = Self::ring(graph, node) {
-            return ring;
-        }
-        let operand = graph.ty(node.inputs[0]);
-        let bytes = if let Op::AllToAll { from, .. } = &node.op {
-            let whole = from.parts.iter().sum();
-            operand.with_dim(from.dim, whole).size_bytes()
-        } else {
-            let result = graph.ty(node.outputs[0]);
-            operand.size_bytes().max(result.size_bytes())
-        };
-        Self {
-            name: node.op.name(),
-            count: 1,
-            bytes,
-        }
-    }
-
-    /// The keys and values of an attention that go round, and in its gradient theirs too.
-    pub(crate) fn ring(graph: &Graph, node: &Node) -> Option<Self> {
-        let Ring {
-            slice,
-            keys,
-            direction,
-            ..
-        } = node.op.ring()?;
-        let times = direction.pairs();
-        let whole = |value: &ValueId| graph.ty(*value).with_dim(slice.dim, slice.full);
-        let pair = node.inputs[keys].iter();
-        let bytes: usize = pair.map(|value| whole(value).size_bytes()).sum();
-        Some(Self {
-            name: "ring",
-            count: 2 * times,
-            bytes: times * bytes,
-        })
     }
 }
 

@@ -4,6 +4,7 @@
 
 mod autocast;
 mod cost;
+mod exchange;
 mod facts;
 mod fields;
 mod region;
@@ -11,6 +12,7 @@ mod relative_buckets;
 
 pub use autocast::Autocast;
 pub use cost::Cost;
+pub use exchange::Exchange;
 pub use facts::{Class, ResultMemory};
 pub use fields::{
     Activation, Attention, AttentionOptions, AxisSlice, Direction, DropoutSpec, JoinedGrad, Keys,

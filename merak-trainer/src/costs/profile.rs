@@ -11,7 +11,7 @@ use crate::{
 use merak_ckpt::words::Bytes;
 use merak_trace::{
     Coord, Graph, Node, Op, Overlap, StageProgram, TensorType, ValueId,
-    op::{Attention, Class, Cost, Direction, Keys, RegionKind, Ring},
+    op::{Attention, Class, Cost, Direction, Exchange, Keys, RegionKind, Ring},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -215,43 +215,34 @@ impl Profile {
 
     /// Seconds of a node.
     pub(super) fn node(&self, graph: &Graph, node: &Node) -> f64 {
-        let bytes = |value| graph.ty(value).size_bytes();
-        if node.op.class() == Class::Identity {
+        let exchange = node.op.communicates();
+        if let Some(exchange) = exchange.and_then(|_| Exchange::of(graph, node)) {
+            return match node.op.ring() {
+                Some(ring) => self.ring(graph, node, &ring, exchange),
+                // Each collective counts as the reduction of as many bytes.
+                None => self.network.all_reduce.seconds(exchange.rank_bytes),
+            };
+        }
+        let region = node.op.region().map(|region| region.kind);
+        if node.op.class() == Class::Identity || region == Some(RegionKind::CopyTo) {
             return self.per_node;
         }
-        if let Some(ring) = node.op.ring() {
-            return self.ring(graph, node, &ring);
-        }
-        match node.op.region().map(|region| region.kind) {
-            Some(RegionKind::CopyTo) => self.per_node,
-            // A gather moves the result once, and counts as the reduction of as many bytes.
-            Some(RegionKind::AllReduce(_) | RegionKind::AllGather { .. }) => {
-                self.network.all_reduce.seconds(bytes(node.outputs[0]))
-            }
-            // As much moves as in the gather of the operand, or in that of the result.
-            Some(RegionKind::ReduceScatter(_) | RegionKind::AllToAll { .. }) => {
-                self.network.all_reduce.seconds(bytes(node.inputs[0]))
-            }
-            Some(RegionKind::Scatter(_)) | None => {
-                let timed = self.nodes.get(&of_node(graph, node)).copied();
-                self.per_node + timed.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)))
-            }
-        }
+        let timed = self.nodes.get(&of_node(graph, node)).copied();
+        self.per_node + timed.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)))
     }
 
     /// Seconds of an attention whose keys and values go round, or of its gradient: those of its
     /// rounds, and of the messages between.
-    fn ring(&self, graph: &Graph, node: &Node, ring: &Ring<'_>) -> f64 {
+    fn ring(&self, graph: &Graph, node: &Node, ring: &Ring<'_>, exchange: Exchange) -> f64 {
         let mut timed = calls(graph, node).into_iter();
         let compute = timed.try_fold(0.0, |sum, (call, count)| {
             Some(sum + count * self.nodes.get(&call)?)
         });
         let compute = compute.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)));
-        let keys = graph.ty(node.inputs[ring.keys.start]);
         // Gradients come home to their owner; keys and values end one rank before it.
         let trips = ring.direction.pairs();
         let messages = trips * ranks_of(graph, node, ring) - 1;
-        let message = self.network.send.seconds(2 * keys.size_bytes());
+        let message = self.network.send.seconds(exchange.rank_bytes);
         self.per_node + compute + messages as f64 * message
     }
 
