@@ -91,7 +91,7 @@ pub use memory::{
     ForwardBytes, ParamBytes, ParamSums, Share, TrainingBytes, ValueWidth, cached_bytes,
     forward_bytes, input_bytes,
 };
-pub use method::{SplitMethod, StageMethod};
+pub use method::{PartitionMethod, SplitMethod, StageMethod};
 pub use partition::{Partition, recompute_plan};
 pub use pipeline::{
     FasterSchedule, Layout, Pipeline, PipelineOptions, Prediction, Recompute, RecomputeOp,

@@ -58,18 +58,75 @@ pub enum StageMethod {
 }
 
 impl StageMethod {
+    /// The rule that it is, without what it needs.
+    pub const fn rule(&self) -> PartitionMethod {
+        match self {
+            Self::Uniform => PartitionMethod::Uniform,
+            Self::UniformFloor => PartitionMethod::UniformFloor,
+            Self::Parameters => PartitionMethod::Parameters,
+            Self::Custom(_) => PartitionMethod::Custom,
+        }
+    }
+
     /// The name that users write.
     pub const fn as_str(&self) -> &'static str {
-        match self {
-            Self::Uniform => "uniform",
-            Self::UniformFloor => "uniform_floor",
-            Self::Parameters => "parameters",
-            Self::Custom(_) => "custom",
-        }
+        self.rule().as_str()
     }
 }
 
 impl fmt::Display for StageMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// Which rule gives the segments to the pipeline stages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PartitionMethod {
+    /// Equal counts of segments; the first stages take the remainder.
+    Uniform,
+    /// Equal counts of segments; the first stage never takes an extra one.
+    UniformFloor,
+    /// Smallest possible maximum of parameters per stage.
+    Parameters,
+    /// Boundaries that are given.
+    Custom,
+    /// Shortest simulated step of the schedule, by moves around the stage with the most work.
+    Autopipe,
+    /// Shortest simulated step of the schedule, by trying every partition that may be the best.
+    Exact,
+}
+
+impl PartitionMethod {
+    /// Every rule.
+    pub const ALL: [Self; 6] = [
+        Self::Uniform,
+        Self::UniformFloor,
+        Self::Parameters,
+        Self::Custom,
+        Self::Autopipe,
+        Self::Exact,
+    ];
+
+    /// The name that users write.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Uniform => "uniform",
+            Self::UniformFloor => "uniform_floor",
+            Self::Parameters => "parameters",
+            Self::Custom => "custom",
+            Self::Autopipe => "autopipe",
+            Self::Exact => "exact",
+        }
+    }
+
+    /// Whether it searches, by the costs of segments.
+    pub const fn searches(self) -> bool {
+        matches!(self, Self::Autopipe | Self::Exact)
+    }
+}
+
+impl fmt::Display for PartitionMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.as_str())
     }

@@ -48,7 +48,7 @@ pub use self::{
     checked::CheckedArguments,
     choice::{
         BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, HalfPrecision,
-        Offload, PartitionMethod, RecomputeMode, ReportTo, SpMethod, TraceMethod,
+        Offload, RecomputeMode, ReportTo, SpMethod, TraceMethod,
     },
     help::{key_help, key_page},
     inputs::{InputPaths, Mixture, MixturePart},

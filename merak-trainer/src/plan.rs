@@ -14,14 +14,14 @@ pub use merak_partition::{FasterSchedule, Prediction, StageTimes};
 pub use outputs::ForwardOutput;
 
 use crate::{
-    config::{CheckedArguments, Offload, PartitionMethod, RecomputeMode, TrainSchedule},
+    config::{CheckedArguments, Offload, RecomputeMode, TrainSchedule},
     error::{ConfigError, Error, PlanError, Result},
 };
 use draft::with_adapter;
 use merak_ckpt::LoraConfig;
 use merak_partition::{
-    Counted, Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, Recompute,
-    RecomputeOp, ScheduleChoice, Share, StageMethod, StepCosts, ValueWidth,
+    Counted, Layout, ParamBytes, PartitionMethod, PartitionReport, Pipeline, PipelineOptions,
+    Recompute, RecomputeOp, ScheduleChoice, Share, StageMethod, StepCosts, ValueWidth,
 };
 use merak_tp::{Options, Sequence, rewrite_with};
 use merak_trace::{

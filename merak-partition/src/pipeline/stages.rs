@@ -2,8 +2,8 @@
 
 use super::{Layout, PipelineOptions, Recompute, ScheduleChoice};
 use crate::{
-    ExactOptions, Partition, PhaseCosts, RankMemory, Result, Scheduled, SegmentBytes, Segments,
-    StepCosts, costs::hop, exact, lay_out, recompute_plan, stages,
+    ExactOptions, Partition, PartitionMethod, PhaseCosts, RankMemory, Result, Scheduled,
+    SegmentBytes, Segments, StepCosts, costs::hop, exact, lay_out, recompute_plan, stages,
 };
 use merak_pipe::{ScheduleKind, Size};
 use merak_trace::{Graph, StageProgram};
@@ -28,8 +28,8 @@ pub(super) fn partition(
                 method: method.to_string(),
             });
         }
-        Layout::Autopipe => "autopipe",
-        Layout::Exact => "exact",
+        Layout::Autopipe => PartitionMethod::Autopipe,
+        Layout::Exact => PartitionMethod::Exact,
     };
     let step = step(graph, &segments, options, limit, costs)?;
     let found = match options.layout {

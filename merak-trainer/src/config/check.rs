@@ -7,15 +7,15 @@ use std::{
 
 use merak_ckpt::words::file;
 use merak_mpu::Built;
-use merak_partition::SplitMethod;
+use merak_partition::{PartitionMethod, SplitMethod};
 use merak_pipe::Size;
 use merak_zero::{LrSchedule, OptimizerKind};
 
 use super::{
     checked::CheckedArguments,
     choice::{
-        BackendChoice, CostSource, DataFormat, Device, EngineChoice, Offload, PartitionMethod,
-        RecomputeMode, ReportTo,
+        BackendChoice, CostSource, DataFormat, Device, EngineChoice, Offload, RecomputeMode,
+        ReportTo,
     },
     keys::{MerakArguments, SHUFFLE_BUFFER, VALIDATION_FRACTION, keys},
     range::Number,
@@ -243,8 +243,7 @@ fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 
 fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let options = &a.autopipe;
-    let searches =
-        [PartitionMethod::Autopipe, PartitionMethod::Exact].contains(&a.partition_method);
+    let searches = a.partition_method.searches();
     let expected = "unset unless \"partition_method\" is \"autopipe\" or \"exact\"";
     if let Some(found) = options.micro_batches {
         checker.require(searches, "autopipe.micro_batches", found, expected)?;

@@ -8,7 +8,7 @@ use merak_trace::{Overlap, backend::candle::Products};
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
 use super::{
-    choice::{BackendChoice, Device, Offload, PartitionMethod, RecomputeMode},
+    choice::{BackendChoice, Device, Offload, RecomputeMode},
     idle::without_effect,
     keys::MerakArguments,
     schedule::TrainSchedule,
@@ -213,8 +213,7 @@ impl CheckedArguments {
 
     /// Whether planning uses the costs of the work.
     pub fn searches(&self) -> bool {
-        let searched = [PartitionMethod::Autopipe, PartitionMethod::Exact];
-        searched.contains(&self.partition_method) || self.train_schedule == TrainSchedule::Auto
+        self.partition_method.searches() || self.train_schedule == TrainSchedule::Auto
     }
 
     /// Seed of the order of samples.

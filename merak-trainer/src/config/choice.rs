@@ -71,25 +71,6 @@ macro_rules! choices {
 }
 
 choices! {
-    /// Which rule gives the shards to the pipeline stages.
-    PartitionMethod {
-        /// Equal counts of shards; the first stages take the remainder.
-        Uniform = "uniform",
-        /// Equal counts of shards; the first stage never takes an extra one.
-        UniformFloor = "uniform_floor",
-        /// Smallest possible maximum of parameters per stage.
-        Parameters = "parameters",
-        /// The boundaries of `custom_partition`.
-        Custom = "custom",
-        /// Shortest simulated step of the schedule, by moves around the stage with the most work.
-        Autopipe = "autopipe",
-        /// Shortest simulated step of the schedule, by trying every partition that may be the best.
-        Exact = "exact",
-    }
-    later []
-}
-
-choices! {
     /// The costs that searches and predictions of step times use.
     CostSource {
         /// Times of this machine, from a short run that is made once and kept.
@@ -361,6 +342,7 @@ pub(crate) fn one_of(names: &[&str]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use merak_partition::PartitionMethod;
     use serde_json::json;
 
     #[test]

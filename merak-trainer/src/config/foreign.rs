@@ -1,6 +1,6 @@
 //! Keys whose type belongs to the crate that acts on it.
 
-use merak_partition::{RecomputeOp, SplitMethod};
+use merak_partition::{PartitionMethod, RecomputeOp, SplitMethod};
 use merak_trace::Overlap;
 use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 use serde_json::{Map, Value};
@@ -44,6 +44,11 @@ named_setting!(
 named_setting!(
     SplitMethod: SplitMethod::ALL.map(Self::as_str),
     |text: &str| SplitMethod::ALL.into_iter().find(|method| method.as_str() == text)
+);
+
+named_setting!(
+    PartitionMethod: PartitionMethod::ALL.map(Self::as_str),
+    |text: &str| PartitionMethod::ALL.into_iter().find(|method| method.as_str() == text)
 );
 
 named_setting!(

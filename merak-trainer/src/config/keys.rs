@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use merak_ckpt::EarlyStopping;
-use merak_partition::{RecomputeOp, SplitMethod};
+use merak_partition::{PartitionMethod, RecomputeOp, SplitMethod};
 use merak_pipe::ScheduleKind;
 use merak_trace::Overlap;
 use merak_zero::{
@@ -13,7 +13,7 @@ use merak_zero::{
 use super::{
     choice::{
         BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, HalfPrecision,
-        Offload, PartitionMethod, RecomputeMode, ReportTo, SpMethod, TraceMethod,
+        Offload, RecomputeMode, ReportTo, SpMethod, TraceMethod,
     },
     inputs::{InputPaths, Mixture},
     key::{Key, settings},
