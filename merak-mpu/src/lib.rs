@@ -124,6 +124,7 @@ mod tensor;
 pub mod testing;
 pub mod threads;
 mod topology;
+mod wrapped;
 
 pub use axis::{Axis, Coord};
 pub use buffer::{Buffer, Memory, into_vec, zeros};

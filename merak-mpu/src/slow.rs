@@ -1,9 +1,6 @@
 //! Links of a given speed, to measure what overlaps with computing.
 
-use crate::{
-    Buffer, Call, Communicator, Engine, Failure, Locality, Member, Message, Pending, Rank, Result,
-    Started, Turn,
-};
+use crate::{Buffer, Call, Communicator, Member, Message, Pending, Rank, Result, Started, Turn};
 use std::{
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -68,10 +65,14 @@ impl SlowLink {
 
     /// The member with its groups on the link. What it computes does not change.
     pub fn joined_by(&self, member: &Member) -> Member {
-        Member::new(Arc::new(SlowEngine {
-            engine: Arc::clone(member.engine()),
-            link: self.clone(),
-        }))
+        let link = self.clone();
+        member.wrapped(move |name, communicator| {
+            if name != link.group {
+                return communicator;
+            }
+            let link = link.clone();
+            Arc::new(SlowCommunicator { communicator, link })
+        })
     }
 
     /// The time for which the wire was busy so far.
@@ -95,58 +96,6 @@ impl SlowLink {
 
     fn wire(&self) -> MutexGuard<'_, Wire> {
         self.wire.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// An engine whose groups are on a link.
-#[derive(Debug)]
-struct SlowEngine {
-    engine: Arc<dyn Engine>,
-    link: SlowLink,
-}
-
-impl Engine for SlowEngine {
-    fn rank(&self) -> Rank {
-        self.engine.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.engine.world_size()
-    }
-
-    fn communicator(&self, name: &str, members: &[Rank]) -> Result<Arc<dyn Communicator>> {
-        let communicator = self.engine.communicator(name, members)?;
-        if name != self.link.group {
-            return Ok(communicator);
-        }
-        Ok(Arc::new(SlowCommunicator {
-            communicator,
-            link: self.link.clone(),
-        }))
-    }
-
-    fn abort(&self, reason: &str) {
-        self.engine.abort(reason);
-    }
-
-    fn end(&self) {
-        self.engine.end();
-    }
-
-    fn failure(&self) -> Option<Failure> {
-        self.engine.failure()
-    }
-
-    fn locality(&self) -> Locality {
-        self.engine.locality()
-    }
-
-    fn shared_bytes(&self) -> usize {
-        self.engine.shared_bytes()
-    }
-
-    fn epoch(&self) -> Instant {
-        self.engine.epoch()
     }
 }
 

@@ -7,7 +7,10 @@
 pub mod allocations;
 #[cfg(target_os = "linux")]
 pub mod hosts;
+mod starts;
 pub mod suite;
+
+pub use starts::Starts;
 
 use crate::{Member, threads};
 use std::{convert::Infallible, time::Duration};
