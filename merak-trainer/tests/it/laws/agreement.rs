@@ -60,6 +60,9 @@ pub(crate) fn holds(backend: &str, precisions: &[Precision]) {
                     let many = case.clone().on(degrees).with("zero_stage", stage);
                     let what = format!("{what} on {degrees:?}, stage {stage}");
                     let many = run(&many, &what);
+                    let norms = [&many, &one].map(|run| run.reports[0].grad_norm);
+                    let gap = (norms[0] / norms[1] - 1.0).abs();
+                    assert!(gap <= *tolerance, "{what}: first norms {norms:?}");
                     assert_close_losses(&many.reports, &one.reports, *tolerance, &what);
                 }
             }

@@ -1,6 +1,7 @@
 //! What a rank holds from step to step, under each ZeRO stage.
 
 use crate::support::Case;
+use merak_trace::Param;
 use merak_trainer::{MemoryNeed, MerakTrainer, Workload};
 
 /// For each stage, the bytes of an element that every rank has, and those that replicas divide.
@@ -117,26 +118,30 @@ fn the_plan_foretells_what_a_rank_holds_beside_frozen_weights() {
 fn a_divided_run_holds_few_buckets_of_parameters_and_of_gradients_at_once() {
     // One bucket for each parameter.
     let case = case().on((2, 1, 1)).with("zero_reduce_bucket_size", 1);
-    let peak = |stage: u8| {
-        let case = case.clone().with("zero_stage", stage);
-        let peaks = case.on_ranks(|trainer| {
-            trainer.train_step()?;
-            Ok(trainer.peak_activation_bytes())
-        });
-        peaks[0]
-    };
-    let graph = &case.plan().graph;
-    let sizes = graph.params().iter().map(|param| 4 * param.local.numel());
-    let (largest, all) = (sizes.clone().max().unwrap_or(0), sizes.sum::<usize>());
-    let gathered = peak(3) - peak(1);
-    assert!(
-        gathered >= largest,
-        "{gathered} bytes, the largest has {largest}"
-    );
-    assert!(
-        gathered <= 3 * largest && gathered < all / 4,
-        "{gathered} bytes of {all}"
-    );
+    for bf16 in [false, true] {
+        let case = case.clone().with("bf16", bf16);
+        let peak = |stage: u8| {
+            let case = case.clone().with("zero_stage", stage);
+            let peaks = case.on_ranks(|trainer| {
+                trainer.train_step()?;
+                Ok(trainer.peak_activation_bytes())
+            });
+            peaks[0]
+        };
+        let graph = &case.plan().graph;
+        let sizes = graph.params().iter().map(Param::kept_bytes);
+        let (largest, all) = (sizes.clone().max().unwrap_or(0), sizes.sum::<usize>());
+        // In stages 1 and 2 gathered weights of 16 bits stay, and count as activations.
+        let gathered = peak(3) - peak(0);
+        assert!(
+            gathered >= largest,
+            "bf16 {bf16}: {gathered} bytes, the largest has {largest}"
+        );
+        assert!(
+            gathered <= 3 * largest && gathered < all / 4,
+            "bf16 {bf16}: {gathered} bytes of {all}"
+        );
+    }
 }
 
 #[test]

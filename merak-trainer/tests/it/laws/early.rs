@@ -1,0 +1,77 @@
+//! Gradients are reduced while the backward goes on, told by the order in which a rank starts its
+//! collectives.
+
+use merak_mpu::{Call, ReduceOp, testing::Starts, threads};
+use merak_trainer::run_on;
+
+use crate::support::Case;
+
+/// Microbatches of each replica.
+const MICROBATCHES: usize = 3;
+
+/// Buckets of which all can be under way at once.
+const BUCKETS: usize = 4;
+
+/// Elements of a bucket: the first one, which is complete last, has the embeddings and a layer.
+const BUCKET: usize = 10_000;
+
+/// For each microbatch of a step, the buckets whose reduction the first rank has started by the
+/// last tensor-parallel sum of its backward, which is that of the first layer; then those of the
+/// whole step.
+fn started(stage: u8) -> Vec<usize> {
+    let case = Case::gpt2()
+        .with_tied(false)
+        .with_microbatches(2 * MICROBATCHES)
+        .on((2, 2, 1))
+        .with("zero_stage", stage)
+        .with("zero_reduce_bucket_size", BUCKET);
+    let plan = case.plan();
+    let members = threads::world(4, threads::WorldOptions::default());
+    let ranks = run_on(members, |member| {
+        let starts = Starts::default();
+        let mut trainer = case.trainer(&plan, starts.of(&member))?;
+        trainer.train_step()?;
+        starts.take();
+        trainer.train_step()?;
+        Ok(starts.take())
+    });
+    let starts = ranks.expect("a healthy training").swap_remove(0);
+    let reduction = match stage {
+        0 => Call::AllReduce(ReduceOp::Sum),
+        _ => Call::ReduceScatter(ReduceOp::Sum),
+    };
+    let (mut sums, mut reduced) = (Vec::new(), 0);
+    for (group, call) in starts {
+        match group.as_str() {
+            "tensor" => sums.push(reduced),
+            "data_sequence" if call == reduction => reduced += 1,
+            _ => {}
+        }
+    }
+    let of_microbatch = sums.len() / MICROBATCHES;
+    assert_eq!(sums.len() % MICROBATCHES, 0, "sums of microbatches alone");
+    let last = sums
+        .chunks(of_microbatch)
+        .map(|sums| sums[of_microbatch - 1]);
+    last.chain([reduced]).collect()
+}
+
+#[test]
+fn all_buckets_but_the_first_are_reduced_before_the_backward_of_the_last_microbatch_ends() {
+    for stage in [0, 1] {
+        assert_eq!(
+            started(stage),
+            [0, 0, BUCKETS - 1, BUCKETS],
+            "stage {stage}"
+        );
+    }
+}
+
+#[test]
+fn divided_gradients_are_reduced_before_the_backward_of_each_microbatch_ends() {
+    for stage in [2, 3] {
+        let before = [0, 1, 2].map(|microbatch| microbatch * BUCKETS + BUCKETS - 1);
+        let expected = [&before[..], &[MICROBATCHES * BUCKETS]].concat();
+        assert_eq!(started(stage), expected, "stage {stage}");
+    }
+}
