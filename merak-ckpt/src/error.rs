@@ -4,6 +4,7 @@ use crate::{
     Checksum, DType, Kind,
     words::{beyond, brief, file, sentence},
 };
+use merak_mpu::names::did_you_mean;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -120,7 +121,7 @@ pub enum Error {
         damage: Box<Damage>,
     },
     /// The checkpoint has no such tensor.
-    #[error("checkpoint {} has no {kind} `{}`{}", file(path), brief(name), nearest_hint(nearest.as_deref()))]
+    #[error("checkpoint {} has no {kind} `{}`{}", file(path), brief(name), did_you_mean(nearest.as_deref().map(brief).as_deref()))]
     MissingTensor {
         /// The checkpoint's folder.
         path: PathBuf,
@@ -452,10 +453,4 @@ fn older_hint(older: Option<&Path>) -> String {
         || "there is no complete older one".to_owned(),
         |path| format!("the newest complete older one is {}", file(path)),
     )
-}
-
-fn nearest_hint(nearest: Option<&str>) -> String {
-    nearest.map_or_else(String::new, |name| {
-        format!("; the nearest name is `{}`", brief(name))
-    })
 }

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::hf::{foreign, read_json};
-use merak_mpu::names::nearest;
+use merak_mpu::names::{did_you_mean, nearest};
 use regex::Regex;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -132,7 +132,7 @@ fn wholes(module: &str) -> impl Iterator<Item = &str> + Clone {
 /// let config = merak_ckpt::LoraConfig::from_json(&json)?;
 /// assert_eq!(config.to_json()["r"], 4);
 /// let error = merak_ckpt::LoraConfig::from_json(&serde_json::json!({ "rank": 4 })).unwrap_err();
-/// assert_eq!(error, "`rank` is 4, which is not supported; did you mean `r`?");
+/// assert_eq!(error, "`rank` is 4, which is not supported; did you mean \"r\"?");
 /// # Ok::<(), String>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -260,9 +260,7 @@ impl LoraConfig {
                 let known = FIELDS.iter().chain(&OTHERS).copied();
                 let synonym = SYNONYMS.iter().find(|(other, _)| *other == name);
                 let hint = synonym.map(|(_, field)| *field);
-                let hint = hint.or_else(|| nearest(name, known));
-                let hint =
-                    hint.map_or_else(String::new, |name| format!("; did you mean `{name}`?"));
+                let hint = did_you_mean(hint.or_else(|| nearest(name, known)));
                 return Err(format!("`{name}` is {value}, which is not supported{hint}"));
             }
         }
@@ -690,7 +688,7 @@ mod tests {
         `(` in `alpha_pattern` is no regular expression that can be read: unclosed group
         `rank_pattern` is {"c_attn":2.5}, expected patterns and whole numbers from 1 on
         `rank_pattern` is {"c_attn":0}, expected patterns and whole numbers from 1 on
-        `lora_aplha` is 16, which is not supported; did you mean `lora_alpha`?
+        `lora_aplha` is 16, which is not supported; did you mean "lora_alpha"?
         `.*(?<!lm_)c_attn` in `target_modules` is no regular expression that can be read: look-around, including look-ahead and look-behind, is not supported
         `layers_pattern` needs `layers_to_transform`
         `task_type` is "FOO", expected none or one of SEQ_CLS, SEQ_2_SEQ_LM, CAUSAL_LM, TOKEN_CLS, QUESTION_ANS, FEATURE_EXTRACTION

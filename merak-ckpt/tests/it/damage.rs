@@ -361,11 +361,11 @@ fn a_checkpoint_of_another_model_is_refused_by_name() {
         weight(DType::BF16, &[8, 6], 96),
         weight(DType::F32, &[8, 6], 191),
     ];
-    insta::assert_snapshot!(messages.join("\n"), @"
-    checkpoint OUT/step-00000002 has no parameter `h.1.cov.weight`; the nearest name is `h.1.conv.weight`
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    checkpoint OUT/step-00000002 has no parameter `h.1.cov.weight`; did you mean "h.1.conv.weight"?
     checkpoint OUT/step-00000002 has no sgd.momentum `wte.weight`
     parameter `wte.weight` in OUT/step-00000002 has shape [8, 6], expected [8, 7]
     parameter `wte.weight` in OUT/step-00000002 has elements of type f32, expected bf16
     the buffer of parameter `wte.weight` has 191 bytes, expected 192
-    ");
+    "#);
 }

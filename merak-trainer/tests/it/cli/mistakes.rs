@@ -442,7 +442,7 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
     assert_snapshot!(train("--model.config short.json"), @r#"error: "n_positions" of the model's configuration allows sequences of 1 to 8 tokens, not 16 ("model.config", command line --model.config)"#);
     assert_snapshot!(train("--model.config small.json"), @r#"error: the tokenizer bytes has 257 tokens, but the model's vocabulary only 100: use a model configuration with "vocab_size" of at least 257, or another tokenizer ("model.config", command line --model.config)"#);
     assert_snapshot!(train("--model.hf_dir text"), @r#"error: cannot read text/config.json: the file is missing ("model.hf_dir", command line --model.hf_dir)"#);
-    assert_snapshot!(train("--lora_config rank.json"), @r#"error: cannot read rank.json: `rank` is 4, which is not supported; did you mean `r`? ("lora_config", command line --lora_config)"#);
+    assert_snapshot!(train("--lora_config rank.json"), @r#"error: cannot read rank.json: `rank` is 4, which is not supported; did you mean "r"? ("lora_config", command line --lora_config)"#);
     assert_snapshot!(train("--lora_config target.json"), @r#"error: target.json: no layer is one of the `target_modules` ["nothing"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte ("lora_config", command line --lora_config)"#);
     // An adapter's name is checked whether or not there is an adapter.
     for name in ["lora_A", "weight", "a.b", ""] {

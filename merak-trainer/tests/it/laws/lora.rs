@@ -631,7 +631,7 @@ fn targets_that_no_layer_has_are_told() {
     insta::assert_snapshot!(messages.join("\n"), @r#"
     FOLDER/lora.json: no layer is one of the `target_modules` ["q_proj"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
     FOLDER/lora.json: no layer is one of the `target_modules` "c_attn": the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
-    cannot read FOLDER/lora.json: `rank` is 4, which is not supported; did you mean `r`? ("lora_config")
+    cannot read FOLDER/lora.json: `rank` is 4, which is not supported; did you mean "r"? ("lora_config")
     cannot read FOLDER/lora.json: `r` is 0, expected a whole number from 1 on ("lora_config")
     cannot read FOLDER/lora.json: `lora_dropout` is 1, expected a number from 0 to less than 1 ("lora_config")
     FOLDER/lora.json: `init_lora_weights` is "eva", expected true, false or gaussian for a new adapter
