@@ -174,16 +174,8 @@ pub enum Error {
         rank: usize,
         /// What happened there, with its causes.
         cause: String,
-    },
-    /// A rank in another process failed, and the run with it.
-    #[error("rank {rank} failed: {cause}")]
-    OtherRank {
-        /// The rank that failed first.
-        rank: usize,
-        /// What happened there, with its causes.
-        cause: String,
-        /// Whether another process tells it too: that of the rank, or the first one.
-        is_told: bool,
+        /// The process that tells it.
+        teller: Teller,
     },
     /// Options of a command do not fit together, or lead nowhere.
     #[error("{0}")]
@@ -263,6 +255,17 @@ pub enum Error {
         /// The system's reason.
         source: io::Error,
     },
+}
+
+/// The process that tells the failure of a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Teller {
+    /// This one.
+    Here,
+    /// This one, in place of another in which the rank failed.
+    HereForOther,
+    /// Another: that of the rank, or the first one.
+    Other,
 }
 
 /// The error of a thread that does not start.

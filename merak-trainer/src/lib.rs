@@ -97,7 +97,8 @@ pub use config::{
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{
-    ConfigError, DataError, Error, FolderError, PlanError, Result, ResumeError, StepPart, chain,
+    ConfigError, DataError, Error, FolderError, PlanError, Result, ResumeError, StepPart, Teller,
+    chain,
 };
 pub use fit::{MemoryNeed, MemoryShortage, Room, RunMemory, Workload};
 pub use folder::{ADAPTER_CONFIG, RunFolder};

@@ -2,7 +2,7 @@
 
 use crate::{
     config::{CheckedArguments, Host, ThreadsPerRank},
-    error::{Error, Result, chain},
+    error::{Error, Result, Teller, chain},
     machine::num_cores,
 };
 use merak_ckpt::Checksum;
@@ -102,7 +102,7 @@ impl World {
     ///
     /// # Errors
     /// This process's own error; [`Error::Told`] with it where a lower rank has the same error;
-    /// [`Error::OtherRank`] with the first rank that has one where this process has none.
+    /// [`Error::Rank`] with the first rank that has one where this process has none.
     pub fn agree<T>(&self, prepared: Result<T>) -> Result<T> {
         let Ranks::Process { member, group, .. } = &self.0 else {
             return prepared;
@@ -122,10 +122,10 @@ impl World {
             }
             (prepared, _) => match first_with(&|text| !text.is_empty()) {
                 None => prepared,
-                Some(rank) => Err(Error::OtherRank {
+                Some(rank) => Err(Error::Rank {
                     rank,
                     cause: String::from_utf8_lossy(&texts[rank]).into_owned(),
-                    is_told: true,
+                    teller: Teller::Other,
                 }),
             },
         }
@@ -163,7 +163,7 @@ impl World {
     ///
     /// # Errors
     /// Where most have the same text: [`Error::OtherRun`] on the ranks with another one, with the
-    /// first line that differs, and [`Error::OtherRank`] on the others. Where nobody can say who
+    /// first line that differs, and [`Error::Rank`] on the others. Where nobody can say who
     /// is right: [`Error::TornRun`] with both sides.
     pub fn check_same(&self, what: &'static str, text: &str) -> Result<()> {
         let Ranks::Process { member, group, .. } = &self.0 else {
@@ -206,7 +206,7 @@ impl World {
     /// Runs `body` on every rank; returns the result of the lowest rank of this process.
     ///
     /// # Errors
-    /// As [`run_world`]; [`Error::OtherRank`] in the processes of the ranks that did not fail.
+    /// As [`run_world`]; [`Error::Rank`] in the processes of the ranks that did not fail.
     ///
     /// # Panics
     /// Never: a process has a rank.
@@ -289,7 +289,7 @@ pub(crate) fn run_ranks<T: Send>(
 /// Runs `body` on the ranks of this process, and returns the results in their order.
 ///
 /// # Errors
-/// As [`run_world`]; [`Error::OtherRank`] where a rank of another process failed.
+/// As [`run_world`]; [`Error::Rank`] where a rank of another process failed.
 pub fn run_on<T: Send>(
     members: Vec<Member>,
     body: impl Fn(Member) -> Result<T> + Sync,
@@ -320,14 +320,19 @@ fn of_other(member: &Member, error: merak_mpu::Error) -> Error {
     failure_of_other(member, &[member.rank()]).unwrap_or_else(|| error.into())
 }
 
-/// [`Error::OtherRank`] where a rank that is not `here` failed the world of a member.
+/// [`Error::Rank`] where a rank that is not `here` failed the world of a member.
 fn failure_of_other(member: &Member, here: &[Rank]) -> Option<Error> {
     let failure = member.failure()?;
-    (!here.contains(&failure.culprit)).then(|| Error::OtherRank {
+    // A first rank that is lost tells nothing.
+    let is_told = failure.culprit.0 != 0 || failure.reporter == failure.culprit;
+    (!here.contains(&failure.culprit)).then(|| Error::Rank {
         rank: failure.culprit.0,
-        // A first rank that is lost tells nothing.
-        is_told: failure.culprit.0 != 0 || failure.reporter == failure.culprit,
         cause: failure.reason,
+        teller: if is_told {
+            Teller::Other
+        } else {
+            Teller::HereForOther
+        },
     })
 }
 
@@ -343,14 +348,17 @@ fn of_ranks<T>(world: usize, outcome: Result<Vec<T>, RunError<Cause>>) -> Result
         RunError::Failed { rank, cause } => Error::Rank {
             rank: rank.0,
             cause: cause.to_string(),
+            teller: Teller::Here,
         },
         RunError::Panicked { rank, message } => Error::Rank {
             rank: rank.0,
             cause: format!("panicked: {message}"),
+            teller: Teller::Here,
         },
         other => Error::Rank {
             rank: other.rank().0,
             cause: other.to_string(),
+            teller: Teller::Here,
         },
     })
 }
@@ -454,7 +462,7 @@ mod tests {
         ));
         assert_eq!(own[0], format!("rank 2 failed: {}", own[2]));
         assert_eq!(own[0], own[1]);
-        assert!(matches!(outcomes[0], Error::OtherRank { rank: 2, .. }));
+        assert!(matches!(outcomes[0], Error::Rank { rank: 2, .. }));
     }
 
     #[test]
@@ -549,7 +557,7 @@ mod tests {
                 chain(survivor),
                 format!("rank 1 failed: {}", chain(&told[1]))
             );
-            assert!(matches!(survivor, Error::OtherRank { rank: 1, .. }));
+            assert!(matches!(survivor, Error::Rank { rank: 1, .. }));
         }
     }
 }

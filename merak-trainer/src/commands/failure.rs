@@ -3,7 +3,7 @@
 use super::launch::{self, RankFailed};
 use merak_ckpt::cli;
 use merak_mpu::{Error as GroupError, Launch};
-use merak_trainer::{Error as RunError, chain, metrics::Screen};
+use merak_trainer::{Error as RunError, Teller, chain, metrics::Screen};
 use std::{error::Error, io, process::ExitCode, thread, time::Duration};
 
 /// Why a command failed.
@@ -57,7 +57,7 @@ impl Failure {
             return failed.exit_status();
         }
         match (self.run_error(), self.0.downcast_ref::<io::Error>()) {
-            (Some(RunError::OtherRank { .. }), _) => 3,
+            (Some(RunError::Rank { teller, .. }), _) if *teller != Teller::Here => 3,
             (Some(error), _) if !error.is_user_error() => 1,
             (None, Some(_)) => 1,
             _ => 2,
@@ -68,7 +68,10 @@ impl Failure {
     pub(crate) fn tell(&self, screen: &Screen) {
         let line = format!("error: {}", chain(self.0.as_ref()));
         match self.run_error() {
-            Some(RunError::OtherRank { is_told: true, .. }) if screen.is_of_rank() => {
+            Some(RunError::Rank {
+                teller: Teller::Other,
+                ..
+            }) if screen.is_of_rank() => {
                 screen.note(&line);
             }
             Some(RunError::Told(_)) => {
@@ -108,23 +111,15 @@ mod tests {
     #[test]
     fn a_process_that_another_rank_has_ended_has_an_exit_status_of_its_own() {
         let failed = |error: RunError| Failure::from(error).exit_status();
-        let cause = || "no space left".to_owned();
-        let (rank, cause) = (2, cause);
-        assert_eq!(
-            failed(RunError::OtherRank {
-                rank,
-                cause: cause(),
-                is_told: true,
-            }),
-            3
-        );
-        assert_eq!(
+        let told_by = |teller| {
             failed(RunError::Rank {
-                rank,
-                cause: cause()
-            }),
-            1
-        );
+                rank: 2,
+                cause: "no space left".to_owned(),
+                teller,
+            })
+        };
+        let tellers = [Teller::Other, Teller::HereForOther, Teller::Here];
+        assert_eq!(tellers.map(told_by), [3, 3, 1]);
         let usage = || RunError::CommandLine("--stream needs a tokenizer".to_owned());
         assert_eq!(failed(usage()), 2);
         assert_eq!(failed(RunError::Told(Box::new(usage()))), 2);

@@ -2,7 +2,7 @@
 
 use merak_mpu::Axis;
 
-use super::{ConfigError, DataError, Error, FolderError, PlanError, ResumeError};
+use super::{ConfigError, DataError, Error, FolderError, PlanError, ResumeError, Teller};
 
 impl Error {
     /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
@@ -17,7 +17,6 @@ impl Error {
             | Self::Diverged { .. }
             | Self::EvaluationLoss { .. }
             | Self::Rank { .. }
-            | Self::OtherRank { .. }
             | Self::Step { .. }
             | Self::Panicked { .. }
             | Self::Stage { .. } => false,
@@ -52,7 +51,10 @@ impl Error {
                 Self::SkippedSteps { .. }
                     | Self::Diverged { .. }
                     | Self::Step { .. }
-                    | Self::Rank { .. }
+                    | Self::Rank {
+                        teller: Teller::Here,
+                        ..
+                    }
             )
     }
 }

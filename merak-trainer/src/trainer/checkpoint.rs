@@ -10,7 +10,7 @@ use super::{
 use crate::{
     config::CheckedArguments,
     data::{DataFingerprint, DataPosition, TrainingOrder},
-    error::{Error, PlanError, Result, StepPart},
+    error::{Error, PlanError, Result, StepPart, Teller},
     folder::{ADAPTER, ADAPTER_CONFIG, AUTO},
     plan::{BASE_NAME, Plan},
 };
@@ -463,6 +463,7 @@ impl MerakTrainer {
         Err(Error::Rank {
             rank: rank.0,
             cause: "it could not read the checkpoint".to_owned(),
+            teller: Teller::Here,
         })
     }
 

@@ -4,7 +4,7 @@ use merak_mpu::{
     Error as Met, Launch, Member,
     nccl::{JoinOptions, Library},
 };
-use merak_trainer::{Config, Error, Result};
+use merak_trainer::{Config, Error, Result, Teller};
 use std::{path::Path, time::Duration};
 
 /// Joins the processes of a launch. What comes from other devices comes into memory of the backend.
@@ -16,10 +16,10 @@ pub(super) fn join(launch: &Launch, timeout: Duration, config: Option<&Config>) 
         options.allocate = Some(device_memory());
     }
     merak_mpu::nccl::join(&options).map_err(|met| match met {
-        Met::Aborted { by, reason } if by != launch.rank => Error::OtherRank {
+        Met::Aborted { by, reason } if by != launch.rank => Error::Rank {
             rank: by,
             cause: reason,
-            is_told: true,
+            teller: Teller::Other,
         },
         // All processes meet this alike, or hear of it; rank 0 tells it.
         Met::NoLibrary { .. } | Met::UnfitLibrary { .. } | Met::UnfitEngine { .. }
