@@ -75,7 +75,7 @@ fn arguments([dp, tp, pp]: [usize; 3], output: &Path) -> Result<MerakArguments> 
     args.seq_length = Some(16.into());
     args.max_steps = STEPS;
     args.learning_rate = 3e-3;
-    args.save_steps = Some(SAVED_AFTER);
+    args.save_steps = SAVED_AFTER;
     Ok(args)
 }
 
@@ -103,7 +103,7 @@ fn losses(args: &CheckedArguments, fails_after: Option<usize>) -> Result<Vec<f64
         // `train` does the same and tells callbacks; here the loop is ours.
         while trainer.global_step() < trainer.total_steps() {
             losses.push(trainer.train_step()?.loss);
-            if Some(trainer.global_step()) == args.save_steps {
+            if trainer.global_step() == args.save_steps {
                 trainer.save_checkpoint()?;
             }
             if rank == 3 && Some(trainer.global_step()) == fails_after {

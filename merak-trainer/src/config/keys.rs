@@ -191,9 +191,8 @@ settings! {
         /// Whether checkpoints are written; unset: where `output_dir` is given or `lora_config`
         /// trains an adapter.
         save: Option<bool> = None,
-        /// Steps between checkpoints, and then none at epochs' ends; unset: 500, and each epoch's
-        /// end.
-        save_steps: Option<usize> [at_least 1] = None,
+        /// Steps between checkpoints; each epoch's end and the run's own have one too.
+        save_steps: usize [at_least 1] = 500,
         /// Whether training goes on while a checkpoint is written, from a copy of the tensors.
         async_save: bool = false,
         /// Newest checkpoints kept; 0 or less keeps all.
@@ -558,9 +557,6 @@ pub(super) const VALIDATION_FRACTION: f64 = 0.05;
 /// Samples of a stream among which the next one is drawn where nothing else is said.
 pub(super) const SHUFFLE_BUFFER: usize = 1000;
 
-/// Steps between checkpoints where `save_steps` is not set.
-const SAVE_STEPS: usize = 500;
-
 impl MerakArguments {
     /// Whether checkpoints are written: `save`, or where it is unset, whether there is an output
     /// folder or an adapter.
@@ -578,11 +574,7 @@ impl MerakArguments {
     /// Whether a run saves after `steps` steps; `ends_epoch` tells whether the last one ends an
     /// epoch.
     pub(crate) fn saves_after(&self, steps: usize, ends_epoch: bool) -> bool {
-        let is_due = match self.save_steps {
-            Some(interval) => steps.is_multiple_of(interval),
-            None => ends_epoch || steps.is_multiple_of(SAVE_STEPS),
-        };
-        self.saves() && is_due
+        self.saves() && (ends_epoch || steps.is_multiple_of(self.save_steps))
     }
 
     /// Whether step `step` of a run of `total` steps is logged, which went on after `first` steps.
@@ -703,12 +695,5 @@ mod tests {
             |args| args.min_loss_scale = 7,
         ];
         assert!(changes.iter().all(|change| scaling(*change) != usual));
-    }
-
-    #[test]
-    fn the_text_of_save_steps_names_its_default() {
-        let save_steps = keys().find(|key| key.name == "save_steps").unwrap();
-        let default = format!("unset: {SAVE_STEPS},");
-        assert!(save_steps.doc.contains(&default), "{}", save_steps.doc);
     }
 }

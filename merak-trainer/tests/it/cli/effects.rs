@@ -170,7 +170,7 @@ const ROWS: &[(&str, Shown)] = &[
     ("prescale_gradients", Built(UPDATE, &[], "true")),
     ("gradient_predivide_factor", Built(UPDATE, &[("prescale_gradients", "true")], "2")),
     ("save", Built(COUNTS, &[], "true")),
-    ("save_steps", Run("tests/it/cli/training.rs", "a_run_ends_with_its_best_model_which_a_path_can_name")),
+    ("save_steps", Run("tests/it/cli/runs.rs", "a_run_saves_at_its_interval_at_epochs_ends_and_at_its_own")),
     ("async_save", Run("tests/it/laws/resume.rs", "a_checkpoint_written_while_training_goes_on_is_the_one_written_at_once")),
     ("save_total_limit", Built(COUNTS, &[], "2")),
     ("load_best_model_at_end", Run("tests/it/laws/best.rs", "the_best_model_is_kept_and_loaded_on_any_topology")),

@@ -12,10 +12,17 @@ use insta::assert_snapshot;
 use merak_ckpt::{Checkpoint, Store};
 use serde_json::Value;
 
-use super::{Ended, Workplace, files};
+use super::{Ended, Workplace, files, text};
 
 /// A training that goes on until a signal ends it.
 const ENDLESS: &str = "train merak.toml --max_steps 10000000 --save_steps 10000000";
+
+/// A workplace with a text so long that no epoch of it ends within a test.
+fn with_a_long_text() -> Workplace {
+    let place = Workplace::new();
+    place.write("text/a.txt", &text().repeat(500));
+    place
+}
 
 /// A command under way.
 struct Running {
@@ -136,7 +143,7 @@ fn a_second_process_is_told_who_writes_the_folder_and_readers_are_let_in() {
 
 #[test]
 fn a_run_killed_before_its_first_save_leaves_the_one_that_it_replaces() {
-    let place = Workplace::new();
+    let place = with_a_long_text();
     place.succeed("train merak.toml --max_steps 2");
     let before = files(&place.path("run/checkpoints"));
     let new = Running::of(place.command(&format!("{ENDLESS} --overwrite_output_dir")));
@@ -158,7 +165,7 @@ fn a_run_killed_before_its_first_save_leaves_the_one_that_it_replaces() {
 
 #[test]
 fn auto_without_a_checkpoint_keeps_the_metrics_and_says_where() {
-    let place = Workplace::new();
+    let place = with_a_long_text();
     let mut killed = Running::of(place.command(ENDLESS));
     // A step is printed before it is recorded.
     killed.read_until("step ");
@@ -258,7 +265,7 @@ fn two_requests_at_once_are_one_and_the_run_saves() {
 
 #[test]
 fn a_hangup_saves_unless_it_was_ignored_at_the_start() {
-    let place = Workplace::new();
+    let place = with_a_long_text();
     // A test that is itself started with hangups ignored hands that on to what it starts.
     let mut heeding = Command::new("env");
     let merak = place.command(ENDLESS);
@@ -423,7 +430,7 @@ fn a_file_that_cannot_be_opened_is_named() {
 
 #[test]
 fn a_removed_folder_is_made_anew_with_its_metrics() {
-    let place = Workplace::new();
+    let place = with_a_long_text();
     let mut run = Running::of(place.command(ENDLESS));
     // One step takes the folder from its place: a removal of file after file would meet the files
     // that the run writes meanwhile.
@@ -444,7 +451,7 @@ fn a_removed_folder_is_made_anew_with_its_metrics() {
 
 #[test]
 fn a_failure_once_a_step_has_run_ends_with_status_1_and_its_place() {
-    let place = Workplace::new();
+    let place = with_a_long_text();
     let run = Running::of(place.command(&format!("{ENDLESS} --pp 2")));
     // Meanwhile the run would make its folder again.
     run.send("STOP");
@@ -475,7 +482,7 @@ fn an_output_folder_gets_checkpoints_and_a_run_that_keeps_nothing_says_so() {
 }
 
 #[test]
-fn epochs_end_with_a_checkpoint_unless_the_steps_are_given() {
+fn a_run_saves_at_its_interval_at_epochs_ends_and_at_its_own() {
     let place = Workplace::new();
     let saved = |keys: &str| {
         let line = format!("train merak.toml --num_train_epochs 1.5 --max_steps -1 {keys}");
@@ -484,10 +491,10 @@ fn epochs_end_with_a_checkpoint_unless_the_steps_are_given() {
         fs::remove_dir_all(place.path("run")).expect("it can be removed");
         saved
     };
-    let by_epochs = saved("");
-    assert_eq!(by_epochs.len(), 2);
-    let last = by_epochs[1];
-    assert_eq!(saved("--save_steps 25"), [25, last]);
+    let [epoch, last] = saved("")[..].try_into().expect("two ends");
+    let interval = epoch - 1;
+    let both = saved(&format!("--save_steps {interval}"));
+    assert_eq!(both, [interval, epoch, last]);
 }
 
 #[test]

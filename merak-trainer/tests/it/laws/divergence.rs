@@ -107,7 +107,8 @@ fn a_spike_takes_the_run_back_past_the_data_on_every_topology() {
             loss,
         } in &returns
         {
-            assert!(to_step.is_multiple_of(5) && to_step < step && step - to_step <= 5);
+            // A checkpoint is at most 5 steps old.
+            assert!(to_step < step && step - to_step <= 5);
             assert!(matches!(cause, Divergence::Spike { median } if *loss > 3.0 * median));
         }
         seen.push(
