@@ -271,7 +271,9 @@ impl<P: Send> Run<'_, P> {
     {
         let rank = self.engine.rank;
         let (stage, microbatch) = (action.stage.0, action.microbatch.0);
-        tracing::trace!(rank, stage, microbatch, kind = %action.kind.letter(), "action");
+        let kind = action.kind.letter();
+        let _span = tracing::trace_span!("microbatch", stage, microbatch, %kind).entered();
+        tracing::trace!(rank, "action");
         let outcome = match action.kind {
             Kind::Forward => module.forward(action, input),
             Kind::Backward => module.backward(action, input),
@@ -297,7 +299,8 @@ impl<P: Send> Run<'_, P> {
         M: StageModule<Payload = P>,
     {
         let rank = self.engine.rank;
-        tracing::trace!(rank, %forward, %backward, "actions at once");
+        let _span = tracing::trace_span!("microbatches", %forward, %backward).entered();
+        tracing::trace!(rank, "actions at once");
         let outcome = module.forward_and_backward(forward, input, backward, grad);
         outcome.map_err(|source| Error::Stage {
             rank,

@@ -59,13 +59,15 @@ impl MerakTrainer {
         self.within(StepPart::Train, step, Self::step)
     }
 
-    /// Runs a part of a step. A failure, also by a panic, names its place.
+    /// Runs a part of a step, whose number stands on each event where a filter shows events of
+    /// this level. A failure, also by a panic, names its place.
     pub(super) fn within<T>(
         &mut self,
         part: StepPart,
         step: usize,
         work: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
+        let _span = tracing::debug_span!("step", step, ?part).entered();
         // A trainer that has failed is not used again, so no broken invariant is seen.
         let outcome = panic::catch_unwind(AssertUnwindSafe(|| work(self)));
         let outcome = outcome.unwrap_or_else(|payload| {

@@ -281,6 +281,17 @@ fn on_terminal(place: &Workplace, line: &str, columns: u16) -> String {
 }
 
 #[test]
+fn events_name_their_rank_step_stage_and_microbatch() {
+    let place = Workplace::new();
+    let line = "train merak.toml --pp 2 --log merak_trainer=debug,merak_pipe=trace";
+    let ended = place.merak(line);
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    let event = "rank{rank=1}:step{step=2 part=Train}:microbatch{stage=1 microbatch=3 kind=B}: \
+                 merak_pipe::engine: action";
+    assert!(ended.stderr.contains(event), "{}", ended.stderr);
+}
+
+#[test]
 fn lines_of_progress_fit_a_terminal_without_bars() {
     let place = Workplace::new();
     let mut command = place.command("train merak.toml --max_steps 2 --save_steps 1");
