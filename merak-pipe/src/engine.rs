@@ -6,6 +6,7 @@ mod link;
 mod module;
 #[cfg(feature = "mpu")]
 mod mpu;
+mod observer;
 mod threads;
 
 pub use cancel::{Cancel, Interrupter};
@@ -14,6 +15,7 @@ pub use link::Link;
 pub use module::StageModule;
 #[cfg(feature = "mpu")]
 pub use mpu::GroupLink;
+pub use observer::Observer;
 pub use threads::{ThreadLink, run_threads, run_threads_until, threads};
 
 use crate::{Action, Error, Kind, Result, Schedule, Span, Tag, timeline::Recorder};
@@ -143,6 +145,23 @@ impl PipelineEngine {
         M: StageModule,
         L: Link<M::Payload>,
     {
+        self.run_observed(module, link, &mut ())
+    }
+
+    /// The same, telling an observer of every action.
+    ///
+    /// # Errors
+    /// As [`PipelineEngine::run`].
+    pub fn run_observed<M, L>(
+        &self,
+        module: &mut M,
+        link: &mut L,
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<Span>>
+    where
+        M: StageModule,
+        L: Link<M::Payload>,
+    {
         let watch = self.cancel.watch(link.interrupter());
         let outcome = Run {
             engine: self,
@@ -150,7 +169,7 @@ impl PipelineEngine {
             posted: 0,
             taken: 0,
         }
-        .all(module, link);
+        .all(module, link, observer);
         drop(watch);
         // The echo of a cancelled run tells less than the handle does.
         let outcome = match outcome {
@@ -199,7 +218,12 @@ struct Run<'a, P> {
 }
 
 impl<P: Send> Run<'_, P> {
-    fn all<M, L>(mut self, module: &mut M, link: &mut L) -> Result<Vec<Span>>
+    fn all<M, L>(
+        mut self,
+        module: &mut M,
+        link: &mut L,
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<Span>>
     where
         M: StageModule<Payload = P>,
         L: Link<P>,
@@ -215,9 +239,11 @@ impl<P: Send> Run<'_, P> {
             let pair = (step.is_paired && module.overlaps()).then(|| left.split_first());
             let Some((&backward, behind)) = pair.flatten() else {
                 link.begin()?;
+                observer.begin(step.action);
                 recorder.begin();
                 let output = self.compute(step.action, input, module);
                 recorder.end([step.action]);
+                observer.end(step.action);
                 link.end();
                 self.pass_on(step, output?, link)?;
                 continue;
@@ -226,9 +252,13 @@ impl<P: Send> Run<'_, P> {
             let grad = self.take(backward, link)?;
             let actions = [step.action, backward.action];
             link.begin()?;
+            actions
+                .into_iter()
+                .for_each(|action| observer.begin(action));
             recorder.begin();
             let outputs = self.compute_both(actions, input, grad, module);
             recorder.end(actions);
+            actions.into_iter().for_each(|action| observer.end(action));
             link.end();
             let (output, input_grad) = outputs?;
             self.pass_on(step, output, link)?;

@@ -38,7 +38,7 @@
 //! - [`auto`](fn@auto): a schedule searched for given costs and memory; [`Costs::measured`] takes
 //!   them from a recorded timeline.
 //! - [`PipelineEngine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`];
-//!   [`run_threads`] runs a whole pipeline in one process.
+//!   [`run_threads`] runs a whole pipeline in one process; an [`Observer`] is told of each action.
 //! - [`compare_with_unpipelined`]: the check for a module of one's own; it runs a step with and
 //!   without the pipeline.
 //! - [`Timeline`]: what ran when, from the simulator or the engine; [`grid`](fn@grid),
@@ -109,7 +109,7 @@ pub use costs::{Costs, Figure, UnitCosts};
 #[cfg(feature = "mpu")]
 pub use engine::GroupLink;
 pub use engine::{
-    Cancel, Comparison, Interrupter, Link, PipelineEngine, StageModule, ThreadLink,
+    Cancel, Comparison, Interrupter, Link, Observer, PipelineEngine, StageModule, ThreadLink,
     compare_with_unpipelined, panic_message, run, run_threads, run_threads_until, threads,
 };
 pub use error::{BoxError, Error, Result, Violation};

@@ -1,8 +1,8 @@
 //! Every schedule gives the bits of a plain sequential run, and a fault ends all ranks.
 
 use merak_pipe::{
-    Action, Error, Kind, PipelineEngine, Schedule, ScheduleKind, Size, StageModule, run_threads,
-    threads,
+    Action, Error, Kind, Observer, PipelineEngine, Schedule, ScheduleKind, Size, StageModule,
+    run_threads, threads,
 };
 use proptest::prelude::*;
 use std::{collections::BTreeMap, thread, time::Duration};
@@ -250,6 +250,55 @@ fn an_engine_runs_step_after_step_over_the_same_links() {
     });
     assert_eq!(twice[2].losses[..4], twice[2].losses[4..]);
     assert_eq!(twice[2].losses[..4], once[2].losses[..]);
+}
+
+/// Notes what begins and what ends.
+#[derive(Default)]
+struct Notes(Vec<(&'static str, Action)>);
+
+impl Observer for Notes {
+    fn begin(&mut self, action: Action) {
+        self.0.push(("begin", action));
+    }
+
+    fn end(&mut self, action: Action) {
+        self.0.push(("end", action));
+    }
+}
+
+#[test]
+fn an_observer_is_told_of_every_action_of_its_rank_until_one_fails() {
+    let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 4)).unwrap();
+    let fault: Action = "1F2".parse().unwrap();
+    for fault in [None, Some(fault)] {
+        let mut modules = modules(&schedule);
+        modules[1].fault = fault;
+        let links = threads(2, DEADLINE);
+        thread::scope(|scope| {
+            for ((rank, module), mut link) in modules.iter_mut().enumerate().zip(links) {
+                let engine = PipelineEngine::new(&schedule, rank).unwrap();
+                let actions = &schedule.actions[rank];
+                scope.spawn(move || {
+                    let mut notes = Notes::default();
+                    let ended = engine.run_observed(module, &mut link, &mut notes);
+                    assert_eq!(ended.is_ok(), fault.is_none());
+                    let told = |action: &Action| [("begin", *action), ("end", *action)];
+                    let all: Vec<_> = actions.iter().flat_map(told).collect();
+                    if ended.is_ok() {
+                        assert_eq!(notes.0, all);
+                    } else {
+                        assert!(all.starts_with(&notes.0), "{:?}", notes.0);
+                    }
+                    if rank == 1 {
+                        assert_eq!(
+                            notes.0.last().map(|last| last.1),
+                            fault.or(actions.last().copied())
+                        );
+                    }
+                });
+            }
+        });
+    }
 }
 
 #[test]

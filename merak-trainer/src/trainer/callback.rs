@@ -3,6 +3,7 @@
 use super::{Breakdown, EvaluationMetrics, MerakTrainer, Rollback, StepProfile, StepReport};
 use crate::{error::Result, folder::RunFolder};
 use merak_mpu::{Group, ReduceOp};
+use merak_pipe::{Action, Observer};
 use std::{
     path::Path,
     sync::{Arc, atomic::Ordering},
@@ -69,6 +70,17 @@ pub trait Callback: Send {
         let _ = (report, control);
     }
 
+    /// An action of the pipeline begins on this rank, of training, evaluation or generation: its
+    /// message has come. What takes long here delays the pipeline.
+    fn on_action_begin(&mut self, action: Action) {
+        let _ = action;
+    }
+
+    /// An action has ended, or has failed.
+    fn on_action_end(&mut self, action: Action) {
+        let _ = action;
+    }
+
     /// The step that ended is logged: every `logging_steps`, the first and the last of a run, and
     /// where a callback asked for it. It is told once.
     fn on_log(&mut self, report: &StepReport) {
@@ -110,6 +122,23 @@ pub trait Callback: Send {
     /// A checkpoint was written.
     fn on_save(&mut self, path: &Path, control: &mut TrainerControl) {
         let _ = (path, control);
+    }
+}
+
+/// Tells callbacks of the pipeline's actions.
+pub(super) struct Told<'a>(pub(super) &'a mut [Box<dyn Callback>]);
+
+impl Observer for Told<'_> {
+    fn begin(&mut self, action: Action) {
+        for callback in &mut *self.0 {
+            callback.on_action_begin(action);
+        }
+    }
+
+    fn end(&mut self, action: Action) {
+        for callback in &mut *self.0 {
+            callback.on_action_end(action);
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::{
     MerakTrainer,
+    callback::Told,
     prediction::{
         ClassCounts, ComputeMetrics, PredictionKind, PredictionOutput, Rows, has_classes,
     },
@@ -199,7 +200,8 @@ impl MerakTrainer {
             loss_grad: 0.0,
         };
         let mut module = StepModule::inference(&mut self.stages, programs, inputs);
-        engine.run(&mut module, &mut self.link)?;
+        let mut told = Told(&mut self.parts.callbacks);
+        engine.run_observed(&mut module, &mut self.link, &mut told)?;
         let mut result = module.finish();
         if let Some(batches) = read {
             self.keep_outputs(&mut result, &batches, sums)?;

@@ -1,6 +1,6 @@
 //! One optimizer step.
 
-use super::{MerakTrainer, progress::Instruction};
+use super::{MerakTrainer, callback::Told, progress::Instruction};
 use crate::{
     data::{
         ATTENTION_MASK, Batch, Collation, DOCUMENT_IDS, Dataset, LABELS, Loader, Names, Requests,
@@ -192,7 +192,11 @@ impl MerakTrainer {
         if reduces {
             module = module.reducing_early();
         }
-        self.records.timeline = self.engine.run(&mut module, &mut self.link)?;
+        let mut told = Told(&mut self.parts.callbacks);
+        let spans = self
+            .engine
+            .run_observed(&mut module, &mut self.link, &mut told)?;
+        self.records.timeline = spans;
         let result = module.finish();
         let start = Instant::now();
         if reduces {

@@ -6,7 +6,7 @@ use crate::{
     error::Result,
     plan::Forward,
     stage::{Decoded, StepInputs, StepModule, floats},
-    trainer::MerakTrainer,
+    trainer::{MerakTrainer, callback::Told},
 };
 use merak_ckpt::{Completion, NewToken, Row};
 use merak_mpu::{Packet, into_vec};
@@ -294,6 +294,7 @@ impl<'a> Generation<'a> {
             stages,
             programs,
             link,
+            parts,
             ..
         } = &mut *self.trainer;
         let decoded = Decoded {
@@ -312,7 +313,9 @@ impl<'a> Generation<'a> {
             loss_grad: 0.0,
         };
         let mut module = StepModule::decoding(stages, decoded, inputs);
-        self.spans.extend(engine.run(&mut module, link)?);
+        let mut told = Told(&mut parts.callbacks);
+        let spans = engine.run_observed(&mut module, link, &mut told)?;
+        self.spans.extend(spans);
         let outputs = module.finish().outputs.into_values().next();
         match outputs {
             Some(mut outputs) => self.choose(outputs.swap_remove(0), pass, 0..1, search),

@@ -8,7 +8,7 @@ use crate::{
     error::Result,
     plan::Forward,
     stage::{StepInputs, StepModule},
-    trainer::MerakTrainer,
+    trainer::{MerakTrainer, callback::Told},
 };
 use merak_pipe::PipelineEngine;
 
@@ -53,6 +53,7 @@ impl Generation<'_> {
             stages,
             programs,
             link,
+            parts,
             ..
         } = &mut *self.trainer;
         let programs = programs.get(stages, Forward::logits(batch, seq, Some(target)))?;
@@ -62,7 +63,9 @@ impl Generation<'_> {
             loss_grad: 0.0,
         };
         let mut module = StepModule::inference(stages, &programs, inputs);
-        self.spans.extend(engine.run(&mut module, link)?);
+        let mut told = Told(&mut parts.callbacks);
+        let spans = engine.run_observed(&mut module, link, &mut told)?;
+        self.spans.extend(spans);
         let outputs = module.finish().outputs.into_values().next();
         match outputs {
             Some(mut outputs) => {

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use merak_ckpt::Store;
+use merak_pipe::{Action, Kind};
 use merak_trainer::{
     Callback, EarlyStopping, EvaluationMetrics, MerakTrainer, StepReport, Stop, TrainerControl,
 };
@@ -165,5 +166,40 @@ fn early_stopping_is_a_callback_too_and_then_the_best_model_is_loaded() {
             (end.global_step, end.best.map(|best| best.step)),
             (3, Some(1))
         );
+    }
+}
+
+/// Notes the actions that begin and those that end.
+#[derive(Clone, Default)]
+struct Actions(Arc<Mutex<[Vec<Action>; 2]>>);
+
+impl Callback for Actions {
+    fn on_action_begin(&mut self, action: Action) {
+        self.0.lock().expect("nobody panics here")[0].push(action);
+    }
+
+    fn on_action_end(&mut self, action: Action) {
+        self.0.lock().expect("nobody panics here")[1].push(action);
+    }
+}
+
+#[test]
+fn callbacks_are_told_of_every_action_of_their_rank() {
+    let notes = [(); 2].map(|()| Actions::default());
+    let told = |rank: usize| [Box::new(notes[rank].clone()) as Box<dyn Callback>];
+    let case = Case::gpt2().on((1, 1, 2));
+    let ran = case.try_on_ranks_told(told, |trainer| {
+        trainer.train_step()?;
+        trainer.evaluate()?;
+        Ok(trainer.plan().schedule.actions.clone())
+    });
+    let scheduled = ran.expect("all ranks train").swap_remove(0);
+    for (notes, scheduled) in notes.iter().zip(scheduled) {
+        let [begun, ended] = &*notes.0.lock().unwrap();
+        assert_eq!(begun, ended);
+        let (trained, evaluated) = begun.split_at(scheduled.len());
+        assert_eq!(trained, scheduled);
+        assert!(!evaluated.is_empty());
+        assert!(evaluated.iter().all(|action| action.kind == Kind::Forward));
     }
 }
