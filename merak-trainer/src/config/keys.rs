@@ -449,7 +449,8 @@ settings! {
         /// How text becomes tokens: `bytes`, the path of a tokenizer.json, or `{ train_bpe = N }`
         /// for byte-level BPE of N tokens, trained on the data; unset with token files: theirs.
         tokenizer: TokenizerSource = TokenizerSource::Bytes,
-        /// File with the Jinja template of chats; unset: the one beside the tokenizer,
+        /// File with the Jinja template of chats, or the name of a template beside the tokenizer,
+        /// in `additional_chat_templates` or `tokenizer_config.json`; unset: the default one there,
         /// `chat_template.jinja` or in `tokenizer_config.json`.
         chat_template: Option<InputPath> = None,
         /// Whether a sequence holds several documents that do not see each other: those of a stream

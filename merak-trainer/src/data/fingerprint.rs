@@ -199,7 +199,8 @@ fn all_named(arguments: &DataArguments, crates: &CrateSources) -> Result<Vec<(St
     if let Some(path) = &arguments.validation_path {
         add("validation:", Input::validation(path))?;
     }
-    if let Some(path) = chat::template_file(arguments) {
+    if let Some(written) = chat::template_in_use(arguments)? {
+        let path = written.path;
         let bytes = fs::metadata(&path).map_or(0, |metadata| metadata.len());
         let name = "chat_template.jinja".to_owned();
         files.push((name, Candidate { path, bytes }));

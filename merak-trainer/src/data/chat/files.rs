@@ -1,6 +1,10 @@
 //! Where a chat template stands in files.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
 
 use merak_ckpt::words::file;
 use serde_json::{Map, Value};
@@ -11,8 +15,14 @@ use crate::{
     error::{DataError, Error, Result},
 };
 
-/// The file of a template alone.
+/// The file of the default template alone.
 const JINJA: &str = "chat_template.jinja";
+
+/// The folder of further templates, each a file `NAME.jinja`.
+const FURTHER: &str = "additional_chat_templates";
+
+/// The name of the template that is used where none is chosen.
+const DEFAULT: &str = "default";
 
 /// The file beside a tokenizer that names special tokens, and perhaps a template.
 const CONFIG: &str = "tokenizer_config.json";
@@ -34,14 +44,22 @@ const SPECIAL_TOKENS: [&str; 7] = [
     "mask_token",
 ];
 
+/// A template as it stands in a file.
+#[derive(Debug, PartialEq, Eq)]
+pub(in crate::data) struct Written {
+    pub(in crate::data) path: PathBuf,
+    text: String,
+}
+
 impl ChatTemplate {
-    /// The template that a configuration names, else that beside its tokenizer, if there is one.
+    /// The template that a configuration gives, else that beside its tokenizer, if there is one.
     ///
     /// # Errors
     ///
-    /// Files that cannot be read, and a template that is none.
+    /// Files that cannot be read, a template that is none, and a name that no template has.
     pub(crate) fn load(arguments: &DataArguments) -> Result<Option<Self>> {
-        Self::of(template_file(arguments), folder(arguments))
+        let given = arguments.chat_template.as_ref();
+        Self::of(given.map(|path| &*path.0), folder(arguments))
     }
 
     /// The template beside a tokenizer, if there is one.
@@ -50,38 +68,26 @@ impl ChatTemplate {
     ///
     /// As for [`ChatTemplate::load`].
     pub(super) fn beside(folder: &Path) -> Result<Option<Self>> {
-        Self::of(file_beside(folder), Some(folder))
+        Self::of(None, Some(folder))
     }
 
-    /// The template of a file, else that in the configuration of the tokenizer in a folder.
-    fn of(given: Option<PathBuf>, folder: Option<&Path>) -> Result<Option<Self>> {
-        let config = match folder.map(|folder| folder.join(CONFIG)) {
-            Some(path) if path.is_file() => json(&path)?,
-            _ => Value::Null,
+    /// The template of a file or a name, else the default of the tokenizer in a folder. As in
+    /// transformers, chats with tools then take `tool_use`, if it is there.
+    pub(super) fn of(given: Option<&Path>, folder: Option<&Path>) -> Result<Option<Self>> {
+        let special_tokens = special_tokens(&config(folder)?);
+        let parsed = |Written { path, text }: Written| {
+            Self::new(&text, special_tokens.clone())
+                .map_err(|reason| Error::Data(DataError::ChatTemplate { path, reason }))
         };
-        let special_tokens = special_tokens(&config);
-        let parsed = |source: &str, path: &Path| {
-            Self::new(source, special_tokens.clone()).map_err(|reason| {
-                let path = path.to_owned();
-                Error::Data(DataError::ChatTemplate { path, reason })
-            })
-        };
-        if let Some(path) = given {
-            return parsed(&read_template(&path)?, &path).map(Some);
+        if let Some(given) = given {
+            return parsed(chosen(given, folder)?).map(Some);
         }
-        let path = folder.map(|folder| folder.join(CONFIG)).unwrap_or_default();
-        let own = |name| {
-            config
-                .get("chat_template")
-                .and_then(|found| named(found, name))
-        };
-        let Some(default) = own("default") else {
+        let mut templates = templates(folder)?;
+        let Some(default) = templates.remove(DEFAULT) else {
             return Ok(None);
         };
-        let tool_use = own("tool_use").map(|source| parsed(source, &path));
-        Ok(Some(
-            parsed(default, &path)?.with_tool_use(tool_use.transpose()?),
-        ))
+        let tool_use = templates.remove("tool_use").map(parsed).transpose()?;
+        Ok(Some(parsed(default)?.with_tool_use(tool_use)))
     }
 }
 
@@ -93,24 +99,98 @@ fn folder(arguments: &DataArguments) -> Option<&Path> {
     }
 }
 
-/// The file that holds a template alone: the one that is set, or the one beside the tokenizer.
-pub(in crate::data) fn template_file(arguments: &DataArguments) -> Option<PathBuf> {
-    let given = arguments.chat_template.as_ref().map(|path| path.0.clone());
-    given.or_else(|| file_beside(folder(arguments)?))
+/// The configuration of the tokenizer in a folder; null where there is none.
+fn config(folder: Option<&Path>) -> Result<Value> {
+    match folder.map(|folder| folder.join(CONFIG)) {
+        Some(path) if path.is_file() => json(&path),
+        _ => Ok(Value::Null),
+    }
 }
 
-/// The file in the folder of a tokenizer that holds a template alone.
-fn file_beside(folder: &Path) -> Option<PathBuf> {
-    let path = folder.join(JINJA);
-    path.is_file().then_some(path)
+/// The template that is set, or the default where it has a file of its own beside the tokenizer.
+pub(in crate::data) fn template_in_use(arguments: &DataArguments) -> Result<Option<Written>> {
+    let folder = folder(arguments);
+    if let Some(given) = &arguments.chat_template {
+        return chosen(&given.0, folder).map(Some);
+    }
+    let default = folder.map(|folder| folder.join(JINJA));
+    let default = default.filter(|path| path.is_file());
+    default.map(|path| read_template(&path)).transpose()
+}
+
+/// The template of a file; where there is none, the tokenizer's template of this name.
+fn chosen(given: &Path, folder: Option<&Path>) -> Result<Written> {
+    let mut templates = if given.exists() {
+        BTreeMap::new()
+    } else {
+        templates(folder)?
+    };
+    let name = given.file_name().and_then(|name| name.to_str());
+    match name.and_then(|name| templates.remove(name)) {
+        Some(found) => Ok(found),
+        None if templates.is_empty() => read_template(given),
+        None => {
+            let names: Vec<_> = templates.into_keys().collect();
+            let names = names.join(", ");
+            Err(Error::Data(DataError::ChatTemplate {
+                path: given.to_path_buf(),
+                reason: format!(
+                    "there is no such file, and the tokenizer's templates are called {names}"
+                ),
+            }))
+        }
+    }
+}
+
+/// The templates beside a tokenizer by name. As in transformers, files of templates alone hide
+/// those in the tokenizer's configuration.
+fn templates(folder: Option<&Path>) -> Result<BTreeMap<String, Written>> {
+    let Some(folder) = folder else {
+        return Ok(BTreeMap::new());
+    };
+    let mut files = vec![(DEFAULT.to_owned(), folder.join(JINJA))];
+    let further = fs::read_dir(folder.join(FURTHER)).into_iter().flatten();
+    for path in further.filter_map(|entry| Some(entry.ok()?.path())) {
+        if path.extension() == Some("jinja".as_ref())
+            && let Some(name) = path.file_stem().and_then(|name| name.to_str())
+        {
+            files.push((name.to_owned(), path));
+        }
+    }
+    files.retain(|(_, path)| path.is_file());
+    if files.is_empty() {
+        return Ok(in_config(&config(Some(folder))?, &folder.join(CONFIG)));
+    }
+    let read = |(name, path): (String, PathBuf)| Ok((name, read_template(&path)?));
+    files.into_iter().map(read).collect()
+}
+
+/// The templates in a `tokenizer_config.json`, where a lone one is the default.
+fn in_config(config: &Value, path: &Path) -> BTreeMap<String, Written> {
+    let written = |name: &str, text: &str| {
+        let (path, text) = (path.to_path_buf(), text.to_owned());
+        (name.to_owned(), Written { path, text })
+    };
+    let found = &config["chat_template"];
+    if let Some(text) = found.as_str() {
+        return BTreeMap::from([written(DEFAULT, text)]);
+    }
+    let entries = found.as_array().into_iter().flatten();
+    let named = |entry: &Value| {
+        Some(written(
+            entry["name"].as_str()?,
+            entry["template"].as_str()?,
+        ))
+    };
+    entries.filter_map(named).collect()
 }
 
 /// The files beside a tokenizer that make its prompts, by their names there: the template in use,
 /// and the special tokens that it may name.
 pub(in crate::data) fn prompt_files(arguments: &DataArguments) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
-    if let Some(path) = template_file(arguments) {
-        files.push((JINJA.to_owned(), bytes_of(path)?));
+    if let Some(written) = template_in_use(arguments)? {
+        files.push((JINJA.to_owned(), written.text.into_bytes()));
     }
     let config = folder(arguments).map(|folder| folder.join(CONFIG));
     if let Some(path) = config.filter(|path| path.is_file()) {
@@ -123,22 +203,16 @@ fn bytes_of(path: PathBuf) -> Result<Vec<u8>> {
     merak_ckpt::read_regular(&path, MAX_BYTES).map_err(|source| Error::Read { path, source })
 }
 
-fn read_template(path: &Path) -> Result<String> {
-    merak_ckpt::read_text(path, MAX_BYTES).map_err(|source| Error::ReadInput {
-        key: "data.chat_template",
-        path: path.to_path_buf(),
-        source,
-    })
-}
-
-/// The template of a name in a `tokenizer_config.json`, where a lone one is `default`. As in
-/// transformers, chats with tools take `tool_use`, if it is there.
-fn named<'a>(found: &'a Value, name: &str) -> Option<&'a str> {
-    if let Some(text) = found.as_str() {
-        return (name == "default").then_some(text);
+fn read_template(path: &Path) -> Result<Written> {
+    let path = path.to_path_buf();
+    match merak_ckpt::read_text(&path, MAX_BYTES) {
+        Ok(text) => Ok(Written { path, text }),
+        Err(source) => Err(Error::ReadInput {
+            key: "data.chat_template",
+            path,
+            source,
+        }),
     }
-    let mut entries = found.as_array()?.iter();
-    entries.find(|entry| entry["name"] == name)?["template"].as_str()
 }
 
 /// The special tokens by name: each is a text, or a table with its `content`.

@@ -1,8 +1,11 @@
 //! Chats beside transformers' `apply_chat_template`, and chats that are refused.
 
+use std::path::Path;
+
 use serde_json::json;
 
 use super::*;
+use crate::error::Error;
 
 /// Numbers of transformers, which `tests/goldens/chat/make.py` wrote.
 const GOLDENS: &str = include_str!("../../../tests/goldens/chat/cases.json");
@@ -152,6 +155,47 @@ fn chats_with_tools_take_the_template_of_that_name() {
     let one = write(json!([entry("default", "{{ tools | length }}")])).unwrap();
     assert_eq!(rendered(&one, tools), "1");
     assert!(write(json!([entry("tool_use", tool_use)])).is_none());
+}
+
+#[test]
+fn a_template_is_chosen_by_name_and_files_hide_those_of_the_configuration() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    };
+    let text = |given: Option<&str>| {
+        let template = ChatTemplate::of(given.map(Path::new), Some(folder.path()))?;
+        let chat = Chat {
+            tools: json!([{ "name": "add" }]),
+            ..Chat::default()
+        };
+        let rendered = |template: ChatTemplate| template.render(&chat, 0, false).unwrap();
+        Ok::<_, Error>(template.map(rendered))
+    };
+    let found = |given: Option<&str>| text(given).unwrap();
+    let config = json!({ "bos_token": "<s>", "chat_template": [
+        { "name": "default", "template": "plain" }, { "name": "rag", "template": "{{ bos_token }}" },
+    ]});
+    write("tokenizer_config.json", &config.to_string());
+    assert_eq!(found(None).as_deref(), Some("plain"));
+    assert_eq!(found(Some("rag")).as_deref(), Some("<s>"));
+    write("additional_chat_templates/tool_use.jinja", "tools");
+    write(
+        "additional_chat_templates/short.jinja",
+        "{{ bos_token }}short",
+    );
+    write("additional_chat_templates/notes.txt", "no template");
+    assert_eq!(found(None), None, "no file has the default");
+    write("chat_template.jinja", "file");
+    assert_eq!(found(None).as_deref(), Some("tools"));
+    assert_eq!(found(Some("short")).as_deref(), Some("<s>short"));
+    // A configuration file's own folder stands before the name.
+    assert_eq!(found(Some("/configs/default")).as_deref(), Some("file"));
+    insta::assert_snapshot!(text(Some("rag")).unwrap_err(), @"cannot use the chat template of rag: there is no such file, and the tokenizer's templates are called default, short, tool_use");
+    let alone = ChatTemplate::of(Some(Path::new("rag")), None).unwrap_err();
+    assert!(matches!(alone, Error::ReadInput { .. }), "{alone}");
 }
 
 #[test]
