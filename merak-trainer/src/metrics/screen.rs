@@ -195,13 +195,20 @@ impl Callback for EvaluationProgress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::{Arc, Mutex};
+    use crate::{
+        StepReport,
+        metrics::{Progress, Rates, memory::resident_bytes},
+    };
 
-    /// A terminal that records what is written to it.
-    #[derive(Debug, Clone, Default)]
-    struct Recorder(Arc<Mutex<Vec<String>>>);
+    /// A terminal of some columns that records what is written to it.
+    #[derive(Debug, Clone)]
+    struct Recorder(Arc<Mutex<Vec<String>>>, u16);
 
     impl Recorder {
+        fn of_width(columns: u16) -> Self {
+            Self(Arc::default(), columns)
+        }
+
         fn note(&self, what: &str) {
             self.0.lock().unwrap().push(what.to_owned());
         }
@@ -209,7 +216,7 @@ mod tests {
 
     impl indicatif::TermLike for Recorder {
         fn width(&self) -> u16 {
-            80
+            self.1
         }
 
         fn move_cursor_up(&self, _: usize) -> io::Result<()> {
@@ -248,9 +255,25 @@ mod tests {
         }
     }
 
+    /// A step of long figures.
+    fn report() -> StepReport {
+        StepReport {
+            step: 100_000,
+            loss: 11.0,
+            grad_norm: 1.25,
+            lr: 3e-4,
+            loss_scale: None,
+            tokens: 655_360,
+            skipped: None,
+            skipped_steps: 0,
+            data_wait: Duration::ZERO,
+            time: Duration::from_secs(5),
+        }
+    }
+
     #[test]
     fn a_line_takes_the_bar_off_the_screen_and_puts_it_back_below() {
-        let terminal = Recorder::default();
+        let terminal = Recorder::of_width(80);
         let screen = Screen::of(terminal.clone());
         let bar = screen.bar(10, "{pos}/{len} steps");
         bar.set_position(3);
@@ -264,11 +287,45 @@ mod tests {
     }
 
     #[test]
+    fn the_bar_of_the_steps_has_the_figures_of_a_run_in_one_line() {
+        let rates = Rates {
+            samples_per_step: 64,
+            flops_per_token: 1e9,
+            peak: Some(1e15),
+        };
+        for columns in [80, 140] {
+            let terminal = Recorder::of_width(columns);
+            let progress = Progress::on(&Screen::of(terminal.clone()), 200_000, 99_999);
+            let mut progress = progress.with_rates(rates);
+            progress.step(&report(), false).unwrap();
+            progress.finish();
+            let told = terminal.0.lock().unwrap().clone();
+            let line = told.iter().rfind(|line| line.contains("loss")).unwrap();
+            let memory = resident_bytes().map(|_| "iB  ");
+            let wanted = [
+                "100000/200000  ",
+                "loss 11.0000  ",
+                "131.1k tokens/s  ",
+                "MFU 13 %  ",
+                memory.unwrap_or_default(),
+                "138h 53m left",
+            ];
+            let mut rest = line.as_str();
+            for figure in wanted {
+                let found = rest.split_once(figure);
+                rest = found.unwrap_or_else(|| panic!("no {figure}: {line}")).1;
+            }
+            let widest = told.iter().map(|line| line.chars().count()).max();
+            assert!(widest <= Some(columns.into()), "{told:?}");
+        }
+    }
+
+    #[test]
     fn evaluating_and_saving_have_bars_of_their_own_while_they_last() {
-        let terminal = Recorder::default();
+        let terminal = Recorder::of_width(80);
         let screen = Screen::of(terminal.clone());
-        let mut progress = super::super::Progress::on(&screen, 20, 4);
-        let mut shown = |act: &mut dyn FnMut(&mut super::super::Progress)| {
+        let mut progress = Progress::on(&screen, 20, 4);
+        let mut shown = |act: &mut dyn FnMut(&mut Progress)| {
             // Bars are drawn some times a second.
             std::thread::sleep(Duration::from_millis(150));
             terminal.0.lock().unwrap().clear();
