@@ -223,14 +223,12 @@ impl Case {
             .keys
             .get("dp")
             .map_or(1, |dp| dp.parse().expect("a degree is a number"));
-        let line: Vec<_> = self
-            .keys
+        let mut keys = self.keys.clone();
+        keys.entry("gradient_accumulation_steps".to_owned())
+            .or_insert_with(|| (self.microbatches / dp).to_string());
+        let line: Vec<_> = keys
             .iter()
             .map(|(key, value)| format!("--{key}={value}"))
-            .chain([format!(
-                "--gradient_accumulation_steps={}",
-                self.microbatches / dp
-            )])
             .collect();
         Config::load(None, [], &line).expect("the configuration of a test is legal")
     }

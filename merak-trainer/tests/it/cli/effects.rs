@@ -1,19 +1,23 @@
 //! Every key of a configuration has an effect: on what a run is built from, or in a test by a run.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::Path,
+    sync::{Arc, Mutex},
+};
 
 use merak_trace::render;
-use merak_trainer::keys;
+use merak_trainer::{Callback, EvaluationMetrics, MerakTrainer, TrainerControl, keys};
 
-use super::Workplace;
+use super::{Workplace, model};
 use crate::support::Case;
 
 /// Where the effect of a key shows.
 enum Shown {
     /// In what is built from the arguments, beside other keys: another value of the key changes it.
     Built(Probe, &'static [(&'static str, &'static str)], &'static str),
-    /// In the plan that a dry run prints, for keys that the command reads.
-    Printed(&'static str),
+    /// In what a command prints, for keys that commands read.
+    Printed(&'static str, &'static str),
     /// In a test by a run: its file within the crate, and its name.
     Run(&'static str, &'static str),
     /// Nowhere, as the key's own text says.
@@ -75,6 +79,32 @@ const EVALUATED: Probe = |case| {
     format!("{samples:?}")
 };
 
+/// Whether a model can be trained so.
+const PLANNED: Probe = |case| format!("{:?}", case.try_plan().map(|_| ()));
+
+/// The steps of a training that are evaluated.
+const EVALUATIONS: Probe = |case| {
+    let evaluated = Evaluated::default();
+    let told = |_| [Box::new(evaluated.clone()) as Box<dyn Callback>];
+    let ended = case.try_on_ranks_told(told, MerakTrainer::train);
+    ended.expect("a training of a test");
+    format!("{evaluated:?}")
+};
+
+/// Notes the steps that are evaluated.
+#[derive(Debug, Clone, Default)]
+struct Evaluated(Arc<Mutex<Vec<usize>>>);
+
+impl Callback for Evaluated {
+    fn on_evaluate(&mut self, metrics: &EvaluationMetrics, _: &mut TrainerControl) {
+        let mut steps = self.0.lock().expect("nobody panics here");
+        steps.push(metrics.step);
+    }
+}
+
+/// A dry run, which prints the plan.
+const DRY_RUN: &str = "train merak.toml --dry-run";
+
 const MUON: &[(&str, &str)] = &[("optim", "muon")];
 const LION: &[(&str, &str)] = &[("optim", "lion")];
 const ADAFACTOR: &[(&str, &str)] = &[("optim", "adafactor")];
@@ -126,7 +156,7 @@ const ROWS: &[(&str, Shown)] = &[
     ("dp", Built(PLAN, &[], "2")),
     ("tp", Built(PLAN, &[], "2")),
     ("sequence_parallel", Built(PLAN, &[("tp", "2")], "true")),
-    ("sequence_dim", Run("tests/it/laws/sequence.rs", "what_cannot_be_cut_is_refused_with_what_can")),
+    ("sequence_dim", Built(PLANNED, &[("tp", "2"), ("sequence_parallel", "true")], "0")),
     ("tp_overlapping_level", Run("tests/it/laws/overlap.rs", "all_other_degrees_and_recomputation_train_like_one_rank")),
     ("sp", Built(PLAN, &[], "2")),
     ("sp_method", Built(PLAN, &[("sp", "2")], "ring")),
@@ -148,10 +178,10 @@ const ROWS: &[(&str, Shown)] = &[
     ("activation_checkpoint_ratio", Built(PLAN, &[], "0.5")),
     ("recompute_ops", Built(PLAN, &[("recompute", "selective")], "norm")),
     ("activation_memory_budget", Run("tests/it/laws/pipeline.rs", "activations_stay_inside_their_budget")),
-    ("num_layers", Printed("2")),
+    ("num_layers", Printed(DRY_RUN, "2")),
     ("seq_length", Built(PLAN, &[], "4")),
-    ("hidden_size", Printed("32")),
-    ("num_heads", Run("tests/it/cli/mistakes.rs", "paths_and_sizes_name_their_key_and_its_place")),
+    ("hidden_size", Printed(DRY_RUN, "32")),
+    ("num_heads", Printed("trace merak.toml", "1")),
     ("bf16", Built(UPDATE, &[], "true")),
     ("fp16", Run("tests/it/tch.rs", "all_stages_and_topologies_train_like_one_rank_for_thirty_steps_in_16_bits")),
     ("half_precision_backend", Built(UPDATE, &[("bf16", "true")], "amp")),
@@ -188,16 +218,16 @@ const ROWS: &[(&str, Shown)] = &[
     ("lora_config", Run("tests/it/laws/lora.rs", "what_is_frozen_stays_and_has_no_gradient_and_no_state")),
     ("adapter_name", Run("tests/it/laws/lora.rs", "a_run_goes_on_with_the_adapter_that_its_checkpoint_has")),
     ("do_train", Run("tests/it/cli/settings.rs", "a_training_that_do_train_switches_off_and_a_warmup_beyond_the_run_are_told")),
-    ("do_eval", Run("tests/it/laws/control.rs", "early_stopping_ends_a_run_on_every_topology_and_goes_on_waiting_when_resumed")),
+    ("do_eval", Built(EVALUATIONS, &[("max_steps", "3")], "true")),
     ("do_predict", Run("tests/it/cli/families.rs", "predictions_are_json_lines_in_the_order_of_the_data")),
     ("return_logits", Run("tests/it/laws/prediction.rs", "embeddings_and_logits_have_the_shapes_of_the_model")),
-    ("eval_steps", Run("tests/it/laws/control.rs", "early_stopping_ends_a_run_on_every_topology_and_goes_on_waiting_when_resumed")),
+    ("eval_steps", Built(EVALUATIONS, &[("max_steps", "3"), ("do_eval", "true")], "2")),
     ("eval_iters", Built(EVALUATED, &[], "1")),
     ("seed", Built(COUNTS, &[], "7")),
     ("data_seed", Built(COUNTS, &[], "7")),
     ("per_device_train_batch_size", Built(COUNTS, &[], "3")),
     ("per_device_eval_batch_size", Built(EVALUATED, &[("eval_iters", "1")], "3")),
-    ("gradient_accumulation_steps", Run("tests/it/cli/reports.rs", "the_page_of_a_run_stands_alone_and_tells_curves_plan_memory_and_timelines")),
+    ("gradient_accumulation_steps", Built(COUNTS, &[], "3")),
     ("dataloader_num_workers", Run("tests/it/laws/data.rs", "prefetching_changes_no_bit")),
     ("split_inputs", Run("tests/it/laws/data.rs", "stages_ask_for_the_tensors_that_they_read_alone")),
     ("dataloader_drop_last", Built(EVALUATED, &[], "true")),
@@ -261,7 +291,7 @@ const ROWS: &[(&str, Shown)] = &[
     ("stop_strings", Run("tests/it/cli/settings.rs", "text_generation_continues_lines_until_one_says_stop")),
     ("eos_token_id", Run("tests/it/cli/settings.rs", "the_sample_at_the_end_of_a_training_ends_at_the_given_token")),
     ("pad_token_id", Run("tests/it/cli/settings.rs", "special_tokens_are_checked_against_the_vocabulary")),
-    ("model.config", Run("tests/it/cli/mistakes.rs", "paths_and_sizes_name_their_key_and_its_place")),
+    ("model.config", Printed(DRY_RUN, "other.json")),
     ("model.hf_dir", Run("tests/it/cli/weights.rs", "training_starts_from_a_hugging_face_folder_on_any_topology")),
     ("model.ignore_mismatched_sizes", Run("tests/it/cli/weights.rs", "a_classifier_starts_on_the_weights_of_another_task")),
     ("data.path", Run("tests/it/cli/inputs.rs", "a_list_of_paths_is_one_text")),
@@ -273,8 +303,8 @@ const ROWS: &[(&str, Shown)] = &[
     ("data.packing", Run("tests/it/cli/chats.rs", "packed_chats_learn_as_each_on_its_own_on_every_topology")),
     ("data.streaming", Run("tests/it/cli/streams.rs", "a_stream_is_learned_alike_by_every_topology_and_by_processes")),
     ("data.shuffle_buffer", Run("tests/it/cli/streams.rs", "a_stream_is_learned_alike_by_every_topology_and_by_processes")),
-    ("data.validation_fraction", Printed("0.5")),
-    ("data.max_bytes", Printed("1000")),
+    ("data.validation_fraction", Printed(DRY_RUN, "0.5")),
+    ("data.max_bytes", Printed(DRY_RUN, "1000")),
     ("data.skip_binary", Run("tests/it/cli/samples.rs", "records_that_are_no_utf8_are_refused_by_file_and_offset_or_passed_over")),
     ("data.mlm_probability", MASKS),
     ("data.mask_replace_prob", MASKS),
@@ -321,15 +351,19 @@ fn every_key_has_an_effect_that_is_shown() {
     let without: Vec<_> = names.filter(|name| !has_row(name)).collect();
     assert!(without.is_empty(), "no row shows the effect of {without:?}");
     let place = Workplace::new();
-    let printed = |keys: &str| place.succeed(&format!("train merak.toml --dry-run {keys}"));
-    let plan = printed("");
-    assert_eq!(printed(""), plan, "a plan is the same each time");
+    let mut other = model();
+    other["n_layer"] = 1.into();
+    place.write("other.json", &other.to_string());
+    let plan = place.succeed(DRY_RUN);
+    assert_eq!(place.succeed(DRY_RUN), plan, "a plan is the same each time");
     let is_shown = |name: &str, shown: &Shown| match shown {
         Built(probe, beside, other) => {
             let changed = [*beside, &[(name, *other)]].concat();
             probe(&with(beside)) != probe(&with(&changed))
         }
-        Printed(other) => printed(&format!("--{name} {other}")) != plan,
+        Printed(command, other) => {
+            place.succeed(&format!("{command} --{name} {other}")) != place.succeed(command)
+        }
         Run(file, test) => is_test(name, file, test),
         SameEitherWay => {
             let mut same = keys().filter(|key| key.doc.ends_with("both values do the same."));
