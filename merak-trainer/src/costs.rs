@@ -29,7 +29,7 @@ use crate::{
     config::{CheckedArguments, CostSource, Device},
     error::Result,
     plan::PlanInputs,
-    world::{cores_here, threads_per_rank},
+    world::{World, cores_here, threads_per_rank},
 };
 use indicatif::HumanDuration;
 use merak_partition::{Counted, StepCosts};
@@ -143,17 +143,24 @@ impl CostModel {
     /// Operations are counted on CUDA devices, which run asynchronously to the clock, and where a
     /// measurement needs more memory than there is.
     ///
+    /// All processes of a world call it and have the same costs: the first rank reads and writes
+    /// the file and times the nodes, and what the ranks exchange is timed over what connects them.
+    ///
+    /// # Communication
+    /// Between processes, what shares the first rank's times, and the exchanges that are timed.
+    ///
     /// # Errors
     /// When the work cannot be planned, or a measurement fails.
     pub fn of(
         inputs: &PlanInputs,
         args: &CheckedArguments,
         cache: Option<&CostCache>,
+        world: &World,
     ) -> Result<Self> {
         if args.cost_model == CostSource::Counted || args.compute.device != Device::Cpu {
             return Ok(Self::Counted);
         }
-        Ok(Profile::of(inputs, args, cache)?.into())
+        Ok(Profile::of(inputs, args, cache, world)?.into())
     }
 }
 

@@ -1,9 +1,12 @@
-//! How fast the ranks of this machine exchange data: for `merak bench collectives` and the cost
+//! How fast the ranks of a run exchange data: for `merak bench collectives` and the cost
 //! model.
 
-use crate::error::Result;
-use crate::world::run_on;
-use merak_mpu::{Group, Packet, ReduceOp, threads};
+use crate::{
+    config::CheckedArguments,
+    error::Result,
+    world::{World, ranks_at_once, run_on},
+};
+use merak_mpu::{Group, GroupKind, Member, Packet, ReduceOp, Topology, threads};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
@@ -175,17 +178,28 @@ fn sizes(world: usize) -> [usize; 2] {
 }
 
 impl Line {
-    fn of(exchange: &Exchange, world: usize) -> Result<Self> {
-        let [small, large] = sizes(world);
-        let seconds = |bytes| -> Result<f64> {
-            let time = exchange.median_of_threads(world, bytes, STEPS)?;
-            Ok(time.as_secs_f64())
-        };
-        let (short, long) = (seconds(small)?, seconds(large)?);
+    /// The line through the times of two sizes, for some ranks.
+    fn through(ranks: usize, time: impl Fn(usize) -> Result<Duration>) -> Result<Self> {
+        let [small, large] = sizes(ranks);
+        let (short, long) = (time(small)?.as_secs_f64(), time(large)?.as_secs_f64());
         let per_byte = ((long - short) / (large - small) as f64).max(0.0);
         Ok(Self {
             latency: (short - per_byte * small as f64).max(0.0),
             per_byte,
+        })
+    }
+
+    /// Among ranks that are threads of this process.
+    fn of_threads(exchange: &Exchange, ranks: usize) -> Result<Self> {
+        Self::through(ranks, |bytes| {
+            exchange.median_of_threads(ranks, bytes, STEPS)
+        })
+    }
+
+    /// Among the ranks of a group, which are processes.
+    fn of_group(exchange: &Exchange, group: &Group) -> Result<Self> {
+        Self::through(group.world_size(), |bytes| {
+            exchange.median_of_slowest(group, bytes, STEPS)
         })
     }
 
@@ -209,27 +223,85 @@ impl Line {
 pub(crate) struct Network {
     /// A message from stage to stage.
     pub(crate) send: Line,
-    /// A sum over the ranks of a group, on a core for each.
+    /// A sum over the ranks of a layer, on a core for each.
     pub(crate) all_reduce: Line,
+    /// A sum over the copies of a parameter, on a core for each.
+    pub(crate) copies: Line,
 }
 
 impl Network {
     /// Its seconds, each under its key.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = (String, f64)> + use<> {
-        let lines = [("send", self.send), ("all_reduce", self.all_reduce)];
+        let lines = [
+            ("send", self.send),
+            ("all_reduce", self.all_reduce),
+            ("copies", self.copies),
+        ];
         lines.into_iter().flat_map(|(name, line)| {
             let numbers = [("latency", line.latency), ("per_byte", line.per_byte)];
             numbers.map(|(key, number)| (format!("network.{name}.{key}"), number))
         })
     }
 
-    /// Times messages between two ranks, and sums over `group` of them, `at_once` of which have
-    /// cores at a time.
-    pub(crate) fn measure(group: usize, at_once: usize) -> Result<Self> {
+    /// Times the exchanges of a run over what connects its ranks.
+    ///
+    /// # Communication
+    /// Between processes, messages and all-reduces over groups of the run, all groups of a kind at
+    /// the same time. Each rank has the times of its own groups.
+    ///
+    /// # Errors
+    /// When a rank fails.
+    pub(crate) fn measure(args: &CheckedArguments, world: &World) -> Result<Self> {
+        match world.together(|member| Self::of_process(member, args))? {
+            Some(network) => Ok(network),
+            None => Self::of_threads(args.tp.max(args.replicas()), ranks_at_once(args)),
+        }
+    }
+
+    /// Among ranks that are threads: messages between two, and sums over `group` of them, `at_once`
+    /// of which have cores at a time.
+    fn of_threads(group: usize, at_once: usize) -> Result<Self> {
         let group = group.max(2);
+        let all_reduce = Line::of_threads(&ALL_REDUCE, group)?.of_each(group, at_once);
         Ok(Self {
-            send: Line::of(&HAND_OVER, 2)?,
-            all_reduce: Line::of(&ALL_REDUCE, group)?.of_each(group, at_once),
+            send: Line::of_threads(&HAND_OVER, 2)?,
+            all_reduce,
+            copies: all_reduce,
+        })
+    }
+
+    /// Among processes, of which this one is `member`.
+    fn of_process(member: &Member, args: &CheckedArguments) -> Result<Self> {
+        use GroupKind::{DataSequence, Pipeline, Sequence, SequenceTensor};
+        let topology = Topology::new(args.degrees())?;
+        let (sharers, at_once) = (args.core_sharers(), ranks_at_once(args));
+        // The times of the first group with several ranks, and whether it has several hosts. What
+        // no group of the run exchanges takes no time.
+        let first = |exchange: &Exchange, kinds: &[GroupKind]| -> Result<(Line, bool)> {
+            for &kind in kinds {
+                let ranks = topology.group_of(kind, member.rank())?;
+                if ranks.len() > 1 {
+                    let group = member.group("exchanges", &ranks)?;
+                    let line = Line::of_group(exchange, &group)?;
+                    return Ok((line, args.crosses_hosts(kind)));
+                }
+            }
+            Ok((Line::default(), false))
+        };
+        // On one host sums are work of the cores; on several, ranks wait for the network.
+        let sum = |kinds: &[GroupKind]| -> Result<Line> {
+            let (line, waits) = first(&ALL_REDUCE, kinds)?;
+            Ok(if waits {
+                line
+            } else {
+                line.of_each(sharers, at_once)
+            })
+        };
+        Ok(Self {
+            send: first(&HAND_OVER, &[Pipeline, Sequence])?.0,
+            all_reduce: sum(&[SequenceTensor])?,
+            // Stages have copies of tied weights.
+            copies: sum(&[DataSequence, Pipeline])?,
         })
     }
 
@@ -243,6 +315,8 @@ impl Network {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::MerakArguments;
+    use merak_mpu::{ChosenEngine, testing};
 
     #[test]
     fn a_sum_of_more_ranks_than_cores_counts_no_waiting_as_work() {
@@ -253,6 +327,37 @@ mod tests {
         let part = whole.of_each(64, 2);
         assert_eq!((part.latency, part.per_byte), (2.0, 1.0));
         assert_eq!(whole.of_each(2, 8), whole, "each has a core");
+    }
+
+    /// What each of some processes measures, which threads play.
+    fn of_processes(dp: usize, tp: usize, pp: usize) -> Vec<Network> {
+        let arguments = MerakArguments {
+            dp,
+            tp,
+            pp,
+            ..MerakArguments::default()
+        };
+        let args = arguments.check().unwrap();
+        testing::world(dp * tp * pp, |member| {
+            let world = World::of_process(member, ChosenEngine::Tcp).unwrap();
+            Network::measure(&world.place(args.clone()), &world).unwrap()
+        })
+    }
+
+    #[test]
+    fn processes_time_the_exchanges_of_their_own_groups_and_no_others() {
+        let took = |line: Line| line.seconds(1 << 20) > 0.0;
+        for (degrees, expected) in [
+            ((2, 2, 1), [false, true, true]),
+            ((1, 2, 1), [false, true, false]),
+            ((1, 1, 2), [true, false, true]),
+        ] {
+            let (dp, tp, pp) = degrees;
+            for network in of_processes(dp, tp, pp) {
+                let found = [network.send, network.all_reduce, network.copies].map(took);
+                assert_eq!(found, expected, "{degrees:?}: {network:?}");
+            }
+        }
     }
 
     #[test]

@@ -7,8 +7,10 @@ use crate::{
 };
 use merak_ckpt::Checksum;
 use merak_mpu::{
-    Axis, Group, Member, Mpu, Rank, RunError, Sides, Topology, in_words, run_members, threads,
+    Axis, ChosenEngine, Group, Member, Mpu, Rank, RunError, Sides, Topology, in_words, run_members,
+    threads,
 };
+use serde::{Serialize, de::DeserializeOwned};
 use std::{collections::BTreeMap, fmt, time::Duration};
 
 /// Upper bound on ranks as threads of one process: beyond it a system runs out of threads, and no
@@ -41,21 +43,21 @@ impl World {
         Self(Ranks::Threads)
     }
 
-    /// Ranks that are processes, of which this one is `member`.
+    /// Ranks that are processes which `engine` connects, and of which this one is `member`.
     ///
     /// # Communication
     /// An all-gather of the hosts' numbers.
     ///
     /// # Errors
     /// [`Error::Group`] when the world has failed already.
-    pub fn of_process(member: Member) -> Result<Self> {
+    pub fn of_process(member: Member, engine: ChosenEngine) -> Result<Self> {
         let group = member.group("run", &everybody(&member))?;
         let place = member.locality();
-        let own = place.host as u32;
-        let hosts = group.all_gather_vec(vec![own])?.into_iter().enumerate();
-        let here = hosts.filter(|&(_, host)| host == own);
+        let number = place.host as u32;
         let host = Host {
-            ranks: here.map(|(rank, _)| rank).collect(),
+            engine,
+            number,
+            of_ranks: group.all_gather_vec(vec![number])?,
             core_sharers: place.core_sharers,
             shared_bytes: member.shared_bytes(),
         };
@@ -131,28 +133,46 @@ impl World {
         }
     }
 
-    /// What the first rank makes, on every process. A process that makes it nowhere else reads the
-    /// same bytes as the first rank does.
+    /// What the first rank makes, on every process. All read it from the same JSON, the first rank
+    /// too; its numbers must be finite.
     ///
     /// # Communication
-    /// Between processes, as [`World::agree`], and a broadcast of the bytes.
+    /// Between processes, as [`World::agree`], and a broadcast of the JSON.
     ///
     /// # Errors
     /// As [`World::agree`], where `make` fails.
-    pub fn share(&self, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
-        let made = if self.has_first() {
-            make()
-        } else {
-            Ok(Vec::new())
-        };
-        let made = self.agree(made)?;
-        match &self.0 {
-            Ranks::Threads => Ok(made),
-            Ranks::Process { member, group, .. } => {
-                let made = group.broadcast_bytes(made, 0);
-                made.map_err(|error| of_other(member, error))
-            }
+    ///
+    /// # Panics
+    /// Where JSON does not give back what was made.
+    pub fn share<T: Serialize + DeserializeOwned>(
+        &self,
+        make: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let made = self.agree(self.has_first().then(make).transpose())?;
+        let made = made.map(|made| serde_json::to_vec(&made).expect("it is plain data"));
+        let mut made = made.unwrap_or_default();
+        if let Ranks::Process { member, group, .. } = &self.0 {
+            let told = group.broadcast_bytes(made, 0);
+            made = told.map_err(|error| of_other(member, error))?;
         }
+        Ok(serde_json::from_slice(&made).expect("the first rank wrote it"))
+    }
+
+    /// What the ranks find out together, each in its process; nothing where they are threads. A
+    /// process that fails ends the world.
+    ///
+    /// # Errors
+    /// That of `find`; [`Error::OtherRank`] in the processes of the ranks that did not fail.
+    pub(crate) fn together<T>(&self, find: impl FnOnce(&Member) -> Result<T>) -> Result<Option<T>> {
+        let Ranks::Process { member, .. } = &self.0 else {
+            return Ok(None);
+        };
+        let found = find(member).inspect_err(|error| member.abort(&chain(error)));
+        let found = found.map_err(|error| {
+            let of_other = failure_of_other(member, &[member.rank()]);
+            of_other.unwrap_or(error)
+        });
+        found.map(Some)
     }
 
     /// Checks that every process has the same text, which says `what`.
@@ -415,7 +435,8 @@ mod tests {
     fn processes<T: Send>(num: usize, body: impl Fn(&World, usize) -> T + Sync) -> Vec<T> {
         testing::world(num, |member| {
             let rank = member.rank().0;
-            body(&World::of_process(member).unwrap(), rank)
+            let world = World::of_process(member, ChosenEngine::Tcp).unwrap();
+            body(&world, rank)
         })
     }
 
@@ -468,8 +489,7 @@ mod tests {
     #[test]
     fn all_processes_have_what_the_first_one_makes() {
         let shared = processes(3, |world, rank| {
-            let made = world.share(|| Ok(format!("made by {rank}").into_bytes()));
-            String::from_utf8(made.unwrap()).unwrap()
+            world.share(|| Ok(format!("made by {rank}"))).unwrap()
         });
         assert_eq!(shared, ["made by 0"; 3]);
     }
@@ -515,9 +535,10 @@ mod tests {
         };
         let args = args.check().unwrap();
         let bound = |core_sharers| {
-            let ranks = vec![0, 1, 2];
             args.clone().on(Host {
-                ranks,
+                engine: ChosenEngine::Tcp,
+                number: 0,
+                of_ranks: vec![0; 3],
                 core_sharers,
                 shared_bytes: 0,
             })
@@ -528,6 +549,25 @@ mod tests {
         assert_eq!(threads_per_rank(&bound(3)), (cores / 3).max(1));
         assert_eq!(cores_here(&bound(3)), cores);
         assert_eq!(cores_here(&args), cores);
+    }
+
+    #[test]
+    fn a_process_that_fails_while_all_find_out_something_ends_the_others_at_once() {
+        let told = processes(3, |world, rank| {
+            let found = world.together(|member| {
+                if rank == 1 {
+                    return Err(no_key("data.path"));
+                }
+                Ok(member.world_group()?.barrier()?)
+            });
+            found.unwrap_err()
+        });
+        assert!(matches!(told[1], Error::Config(_)));
+        for survivor in [&told[0], &told[2]] {
+            assert!(matches!(survivor, Error::OtherRank { rank: 1, .. }));
+        }
+        let threads = World::of_threads().together(|_| Ok(()));
+        assert!(threads.unwrap().is_none());
     }
 
     #[test]

@@ -129,25 +129,16 @@ impl Prepared {
         Ok(prepared)
     }
 
-    /// Measures the costs of the work in the process of the first rank, and plans again where the
-    /// plan depends on them. Does nothing for a run that does not fit into that machine's memory.
+    /// Measures the costs of the work, and plans again where the plan depends on them. Does nothing
+    /// for a run that does not fit into the memory of the first rank's machine.
     fn measure(&mut self, keeps: bool, world: &World) -> Result<()> {
         let args = &self.args;
         let file = args.cost_cache.clone().or_else(environment::cost_cache);
         let cache = file.map(|file| CostCache { file, keeps });
-        let costs = world.share(|| {
-            let fits = self.check_memory().is_ok();
-            let costs = fits.then(|| CostModel::of(&self.inputs, args, cache.as_ref()));
-            // A list of one, or of none: counted costs are nothing as JSON.
-            let costs: Vec<_> = costs.transpose()?.into_iter().collect();
-            Ok(serde_json::to_vec(&costs).expect("costs are plain numbers"))
-        })?;
-        let costs: Vec<CostModel> =
-            serde_json::from_slice(&costs).expect("the first rank wrote costs");
-        let Some(costs) = costs.into_iter().next() else {
+        if !world.share(|| Ok(self.check_memory().is_ok()))? {
             return Ok(());
-        };
-        self.costs = costs;
+        }
+        self.costs = CostModel::of(&self.inputs, args, cache.as_ref(), world)?;
         if args.searches() {
             self.plan = Arc::new(Plan::with_costs(
                 &self.inputs,

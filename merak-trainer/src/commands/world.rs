@@ -60,7 +60,8 @@ pub(crate) fn join(config: Option<&Config>, screen: &Screen) -> Result<World> {
             if let (1, Some(config)) = (launch.world_size, config) {
                 expect_single_rank(engine, config)?;
             }
-            World::of_process(join_by(engine, &launch, timeout(config), config)?)
+            let member = join_by(engine, &launch, timeout(config), config)?;
+            World::of_process(member, engine)
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 
-use merak_mpu::{DType, Degrees, Rank, Topology};
+use merak_mpu::{ChosenEngine, DType, Degrees, GroupKind, Rank, Topology};
 use merak_pipe::Size;
 use merak_trace::{Overlap, backend::candle::Products};
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
@@ -29,12 +29,25 @@ pub struct CheckedArguments {
 /// The host of a process that runs one of several ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// The ranks there, ascending; each is a process.
-    pub(crate) ranks: Vec<usize>,
-    /// How many of them may run on the cores of this process, its own included.
+    /// What connects the ranks.
+    pub(crate) engine: ChosenEngine,
+    /// The number of the host.
+    pub(crate) number: u32,
+    /// The numbers of the hosts of all ranks; each rank is a process.
+    pub(crate) of_ranks: Vec<u32>,
+    /// How many ranks there may run on the cores of this process, its own included.
     pub(crate) core_sharers: usize,
     /// Bytes of the memory through which these processes move data, all of them together.
     pub(crate) shared_bytes: usize,
+}
+
+impl Host {
+    /// The ranks there, ascending.
+    fn ranks(&self) -> impl Iterator<Item = usize> {
+        let ranks = self.of_ranks.iter().enumerate();
+        let here = ranks.filter(|&(_, host)| *host == self.number);
+        here.map(|(rank, _)| rank)
+    }
 }
 
 impl Deref for CheckedArguments {
@@ -95,7 +108,7 @@ impl CheckedArguments {
     pub(crate) fn ranks_here(&self) -> usize {
         self.host
             .as_ref()
-            .map_or_else(|| self.world_size(), |host| host.ranks.len())
+            .map_or_else(|| self.world_size(), |host| host.ranks().count())
     }
 
     /// The number of ranks that the cores of this process are divided among.
@@ -107,7 +120,31 @@ impl CheckedArguments {
 
     /// The number of processes on this host that run these ranks.
     pub(crate) fn processes_here(&self) -> usize {
-        self.host.as_ref().map_or(1, |host| host.ranks.len())
+        self.host.as_ref().map_or(1, |host| host.ranks().count())
+    }
+
+    /// What connects the ranks and on which hosts these are, as `tcp on hosts 2 x 0, 2 x 1`, where
+    /// they are processes.
+    pub(crate) fn connection(&self) -> Option<String> {
+        let host = self.host.as_ref()?;
+        let runs = host.of_ranks.chunk_by(|one, next| one == next);
+        let runs: Vec<_> = runs
+            .map(|run| format!("{} x {}", run.len(), run[0]))
+            .collect();
+        Some(format!("{} on hosts {}", host.engine, runs.join(", ")))
+    }
+
+    /// Whether ranks of one group of a kind are on several hosts, so that what they exchange passes
+    /// over a network.
+    pub(crate) fn crosses_hosts(&self, kind: GroupKind) -> bool {
+        let (Some(host), Ok(topology)) = (&self.host, Topology::new(self.degrees())) else {
+            return false;
+        };
+        let on = |rank: &Rank| host.of_ranks.get(rank.0);
+        let groups = topology.groups(kind);
+        groups
+            .iter()
+            .any(|group| group.iter().any(|rank| on(rank) != on(&group[0])))
     }
 
     /// Bytes of the memory through which the processes on this host move data.
@@ -123,7 +160,7 @@ impl CheckedArguments {
         };
         let mut counts = vec![0; degrees.pp];
         let topology = Topology::new(degrees);
-        for &rank in &host.ranks {
+        for rank in host.ranks() {
             let place = topology
                 .as_ref()
                 .map(|topology| topology.coord_of(Rank(rank)));
@@ -397,12 +434,42 @@ mod tests {
         let threads = CheckedArguments::of(arguments);
         assert_eq!(here(&threads), ([8, 1, 8], vec![4, 4]));
         // The ranks of a stage stand side by side.
-        let ranks = vec![0, 1, 2, 5];
         let processes = threads.on(Host {
-            ranks,
+            engine: ChosenEngine::Tcp,
+            number: 0,
+            of_ranks: vec![0, 0, 0, 1, 1, 0, 1, 1],
             core_sharers: 2,
             shared_bytes: 0,
         });
         assert_eq!(here(&processes), ([4, 4, 2], vec![3, 1]));
+        let connection = processes.connection();
+        assert_eq!(
+            connection.unwrap(),
+            "tcp on hosts 3 x 0, 2 x 1, 1 x 0, 2 x 1"
+        );
+    }
+
+    #[test]
+    fn a_group_crosses_hosts_where_its_ranks_are_on_several() {
+        let arguments = MerakArguments {
+            dp: 2,
+            tp: 2,
+            ..MerakArguments::default()
+        };
+        let on = |of_ranks: [u32; 4]| {
+            let args = CheckedArguments::of(arguments.clone()).on(Host {
+                engine: ChosenEngine::Tcp,
+                number: 0,
+                of_ranks: of_ranks.into(),
+                core_sharers: 1,
+            });
+            [GroupKind::Tensor, GroupKind::Data].map(|kind| args.crosses_hosts(kind))
+        };
+        assert_eq!(on([0, 0, 0, 0]), [false, false]);
+        assert_eq!(on([0, 0, 1, 1]), [false, true]);
+        assert_eq!(on([0, 1, 0, 1]), [true, false]);
+        assert_eq!(on([0, 1, 2, 3]), [true, true]);
+        let threads = CheckedArguments::of(arguments.clone());
+        assert!(!threads.crosses_hosts(GroupKind::World));
     }
 }

@@ -65,7 +65,7 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
     });
     let processor = processor.unwrap_or_default();
     format!(
-        "merak {} {build} {}, {} on {}, {} x {processor}, {} of {} ranks at once on {threads} threads each, dp {}, tp {}{}, {}{}",
+        "merak {} {build} {}, {} on {}, {} x {processor}, {} of {} ranks at once on {threads} threads each{}, dp {}, tp {}{}, {}{}",
         env!("CARGO_PKG_VERSION"),
         program.unwrap_or_default(),
         compute.backend,
@@ -73,6 +73,8 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
         num_cores(),
         ranks_at_once(args).min(args.world_size()),
         args.world_size(),
+        args.connection()
+            .map_or_else(String::new, |connection| format!(", by {connection}")),
         args.dp,
         args.tp,
         if args.sp > 1 {
@@ -92,24 +94,29 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
     )
 }
 
-/// Times the nodes of a model's segments, an optimizer step, and messages.
+/// The ranks that run the nodes, as threads: those that share cores in the run. They take turns
+/// here too, and find the caches as the others left them.
+fn degrees(args: &CheckedArguments) -> Degrees {
+    Degrees {
+        dp: 1,
+        pp: (args.core_sharers() / (args.tp * args.sp)).max(1),
+        ..args.degrees()
+    }
+}
+
+/// Times the nodes of a model's segments and an optimizer step, beside times of exchanges.
 ///
 /// # Errors
-/// When a node or an exchange fails.
+/// When a node fails.
 pub(super) fn profile(
     graph: &Graph,
     programs: &[StageProgram],
     args: &CheckedArguments,
+    network: Network,
 ) -> Result<Profile> {
     let threads = threads_per_rank(args);
     let kinds = Kinds::of(programs);
-    // Ranks that share cores take turns here too, and find the caches as the others left them.
-    let degrees = Degrees {
-        dp: 1,
-        tp: args.tp,
-        pp: (args.world_size() / (args.tp * args.sp)).max(1),
-        ..args.degrees()
-    };
+    let degrees = degrees(args);
     let world = degrees.world_size();
     let measure = || {
         let ranks = run_ranks(world, args, |member| {
@@ -131,7 +138,7 @@ pub(super) fn profile(
     // All ranks updated at once, without turns.
     let at_once = ranks_at_once(args);
     profile.per_param *= at_once.min(world) as f64 / world as f64;
-    profile.network = Network::measure(args.tp.max(args.replicas()), at_once)?;
+    profile.network = network;
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     profile.measured_at = since.map_or(0, |since| since.as_secs());
     Ok(profile)
@@ -490,7 +497,7 @@ pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -
     let params = param_bytes(args, 1).held(kinds.sums()).total() as u64;
     let live = kinds.stages.iter();
     let live = live.map(|(_, program)| program.live_bytes_without_reuse().input_half as u64);
-    let ranks = args.world_size() as u64;
+    let ranks = degrees(args).world_size() as u64;
     let nodes = ranks.saturating_mul(params.saturating_add(4 * live.sum::<u64>()));
     nodes.max(Network::needed_bytes(args.tp.max(args.replicas())))
 }

@@ -1,12 +1,17 @@
 //! Measured times, by kind of node.
 
-use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
+use super::{
+    AGREEMENT, CostCache, Doubt, Measurement,
+    cache::{self, Profiles},
+    measure,
+};
 use crate::{
     config::CheckedArguments,
     error::Result,
     fit::{Shortage, shortage_beside_threads},
     network::Network,
     plan::{Draft, PlanInputs, SegmentedGraph, param_bytes},
+    world::World,
 };
 use merak_ckpt::words::Bytes;
 use merak_trace::{
@@ -66,63 +71,67 @@ const FLOPS_PER_SECOND: f64 = 1e11;
 const FLOPS_PER_BYTE: f64 = 16.0;
 
 impl Profile {
-    /// The profile of a model's work under the arguments: from the file that keeps it, or measured
-    /// now, unless that needs more memory than there is.
+    /// The profile of a model's work under the arguments: from the first rank's file that keeps it,
+    /// or measured now, unless that needs more memory than there is.
+    ///
+    /// # Communication
+    /// Between processes, what shares the first rank's times, and the exchanges that are timed.
     pub(super) fn of(
         inputs: &PlanInputs,
         args: &CheckedArguments,
         cache: Option<&CostCache>,
+        world: &World,
     ) -> Result<Option<Self>> {
         let (_, SegmentedGraph { graph, segments }) = Draft::new(inputs, args)?;
         // Times of nodes on the whole microbatch.
         let graph = graph.with_overlap(Overlap::None);
         let programs = segments.programs(&graph, &[])?;
-        let mut known = cache
-            .map(|cache| cache::read(&cache.file))
-            .unwrap_or_default();
-        let profiles = known.entry(measure::conditions(args)).or_default();
-        let found = profiles.iter().rposition(|found| found.covers(&programs));
-        let found = found.map(|at| profiles.remove(at));
-        if let Some(found) = found.as_ref().filter(|found| found.doubt != Doubt::Open) {
-            return Ok(Some(found.clone()));
-        }
-        let needed = measure::needed_bytes(&programs, args);
-        if let Some(Shortage {
-            needed,
-            what,
-            available,
-        }) = shortage_beside_threads(args, needed)
-        {
-            let [needed, available] = [needed, available].map(Bytes);
-            let instead = match found {
-                Some(_) => "times that a run contradicted",
-                None => "counted operations",
-            };
-            tracing::warn!(
-                %needed, of = what, %available, instead,
-                "costs are not measured, as that needs more than this process may use"
-            );
+        // What the file keeps besides, in the process of the first rank.
+        let mut known = Profiles::new();
+        let (found, measures) = world.share(|| {
+            known = cache.map_or_else(Profiles::new, |cache| cache::read(&cache.file));
+            let profiles = known.entry(measure::conditions(args)).or_default();
+            let found = profiles.iter().rposition(|found| found.covers(&programs));
+            let found = found.map(|at| profiles.remove(at));
+            let is_sure = found
+                .as_ref()
+                .is_some_and(|found| found.doubt != Doubt::Open);
+            let measures = !is_sure && has_room(&programs, args, found.is_some());
+            Ok((found, measures))
+        })?;
+        if !measures {
             return Ok(found);
         }
-        let mut profile = measure::profile(&graph, &programs, args)?;
-        profile.doubt = match found {
-            Some(doubted)
-                if agree(
-                    doubted.parts(&programs, args),
-                    profile.parts(&programs, args),
-                ) =>
-            {
-                Doubt::Settled
+        let network = Network::measure(args, world)?;
+        let profile = world.share(|| {
+            let mut profile = measure::profile(&graph, &programs, args, network)?;
+            profile.judge(found.as_ref(), &programs, args);
+            let profiles = known.entry(measure::conditions(args)).or_default();
+            profiles.push(profile.clone());
+            let old = profiles.len().saturating_sub(KEPT);
+            profiles.drain(..old);
+            if let Some(cache) = cache.filter(|cache| cache.keeps) {
+                cache::write(&cache.file, &known);
             }
-            _ => Doubt::None,
-        };
-        profiles.push(profile.clone());
-        let old = profiles.len().saturating_sub(KEPT);
-        profiles.drain(..old);
-        if let Some(cache) = cache.filter(|cache| cache.keeps) {
-            cache::write(&cache.file, &known);
-        }
+            Ok(profile)
+        })?;
         Ok(Some(profile))
+    }
+
+    /// Judges it by the doubted one that it replaces.
+    fn judge(
+        &mut self,
+        doubted: Option<&Self>,
+        programs: &[StageProgram],
+        args: &CheckedArguments,
+    ) {
+        let agrees =
+            |doubted: &Self| agree(doubted.parts(programs, args), self.parts(programs, args));
+        self.doubt = if doubted.is_some_and(agrees) {
+            Doubt::Settled
+        } else {
+            Doubt::None
+        };
     }
 
     /// Seconds of a step over all stages by what they are spent on: nodes, the update of the
@@ -262,7 +271,7 @@ impl Profile {
             if count == 0 {
                 0.0
             } else {
-                self.network.all_reduce.seconds(count * bytes)
+                self.network.copies.seconds(count * bytes)
             }
         };
         let reduced = if args.replicas() > 1 {
@@ -272,6 +281,31 @@ impl Profile {
         };
         self.per_param * owned as f64 + reduced + sum(tied)
     }
+}
+
+/// Whether there is memory for a measurement; a warning says what the run goes by instead, which
+/// are doubted times if there are any.
+fn has_room(programs: &[StageProgram], args: &CheckedArguments, has_doubted: bool) -> bool {
+    let needed = measure::needed_bytes(programs, args);
+    let Some(Shortage {
+        needed,
+        what,
+        available,
+    }) = shortage_beside_threads(args, needed)
+    else {
+        return true;
+    };
+    let [needed, available] = [needed, available].map(Bytes);
+    let instead = if has_doubted {
+        "times that a run contradicted"
+    } else {
+        "counted operations"
+    };
+    tracing::warn!(
+        %needed, of = what, %available, instead,
+        "costs are not measured, as that needs more than this process may use"
+    );
+    false
 }
 
 /// What decides the time of a node: its operation and the types of its operands and results.

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use merak_mpu::{ChosenEngine, testing};
 use merak_pipe::{Action, Kind, ScheduleKind};
 use merak_trainer::{
     Callback, CostCache, CostModel, Error, FirstSteps, Measurement, Plan, PlanError, Prediction,
-    Result, StepReport, TrainerControl, Workload,
+    Profile, Result, StepReport, TrainerControl, Workload, World,
 };
 use tempfile::tempdir;
 
@@ -30,7 +31,12 @@ fn measured_times_are_kept_under_what_changes_them() {
     };
     let case = Case::gpt2().on((1, 1, 2));
     let measure = |case: &Case| {
-        let costs = CostModel::of(&case.inputs(), &case.arguments(), Some(&cache));
+        let costs = CostModel::of(
+            &case.inputs(),
+            &case.arguments(),
+            Some(&cache),
+            &World::of_threads(),
+        );
         let costs = costs.expect("the nodes of a small model run");
         let file = std::fs::read_to_string(&cache.file).expect("the times are kept");
         (predicted(case, &costs).costs, file)
@@ -50,9 +56,43 @@ fn measured_times_are_kept_under_what_changes_them() {
         ..cache.clone()
     };
     let other = case.with("per_device_train_batch_size", 3);
-    CostModel::of(&other.inputs(), &other.arguments(), Some(&looked)).expect("the nodes run");
+    CostModel::of(
+        &other.inputs(),
+        &other.arguments(),
+        Some(&looked),
+        &World::of_threads(),
+    )
+    .expect("the nodes run");
     let unchanged = std::fs::read_to_string(&cache.file).expect("the times are kept");
     assert_eq!(unchanged, alone);
+}
+
+#[test]
+fn processes_have_the_same_costs_which_a_file_keeps_under_what_connects_them() {
+    let folder = tempdir().expect("a temporary folder");
+    let cache = CostCache {
+        file: folder.path().join("costs.json"),
+        keeps: true,
+    };
+    let case = Case::gpt2().on((1, 2, 2));
+    let (inputs, args) = (case.inputs(), case.arguments());
+    let of_all = || {
+        testing::world(4, |member| {
+            let world = World::of_process(member, ChosenEngine::Tcp).expect("it is new");
+            let args = world.place(args.clone());
+            let costs = CostModel::of(&inputs, &args, Some(&cache), &world);
+            Option::<Profile>::from(costs.expect("the nodes run")).expect("times were measured")
+        })
+    };
+    let first = of_all();
+    assert!(first.iter().all(|costs| *costs == first[0]));
+    let kept = std::fs::read_to_string(&cache.file).expect("the times are kept");
+    assert!(kept.contains("by tcp on hosts 4 x 0"), "{kept}");
+    assert_eq!(of_all(), first, "what is kept is not measured again");
+    let costs = CostModel::of(&inputs, &args, Some(&cache), &World::of_threads());
+    costs.expect("the nodes run");
+    let both = std::fs::read_to_string(&cache.file).expect("the times are kept");
+    assert!(both.len() > kept.len(), "threads have times of their own");
 }
 
 #[test]
@@ -64,7 +104,12 @@ fn every_family_is_measured_on_any_degrees() {
     for (family, case) in cases.into_iter().chain(Case::relatives()) {
         for degrees in [(1, 1, 2), (2, 2, 1)] {
             let case = case.clone().on(degrees);
-            let costs = CostModel::of(&case.inputs(), &case.arguments(), None);
+            let costs = CostModel::of(
+                &case.inputs(),
+                &case.arguments(),
+                None,
+                &World::of_threads(),
+            );
             let costs = costs.expect("the nodes of a small model run");
             let prediction = predicted(&case, &costs);
             let what = format!("{family} {degrees:?}");
@@ -89,7 +134,13 @@ fn every_family_is_measured_on_any_degrees() {
 #[test]
 fn operations_are_counted_where_nothing_is_to_be_measured() {
     let case = Case::gpt2().with("cost_model", "counted");
-    let costs = CostModel::of(&case.inputs(), &case.arguments(), None).unwrap();
+    let costs = CostModel::of(
+        &case.inputs(),
+        &case.arguments(),
+        None,
+        &World::of_threads(),
+    )
+    .unwrap();
     assert!(matches!(costs, CostModel::Counted));
     let plan = case.plan();
     assert!(
@@ -105,7 +156,13 @@ fn searches_go_by_measured_times_and_predictions_by_what_they_found() {
         .on((1, 1, 2))
         .with("partition_method", "exact")
         .with("train_schedule", "auto");
-    let costs = CostModel::of(&case.inputs(), &case.arguments(), None).unwrap();
+    let costs = CostModel::of(
+        &case.inputs(),
+        &case.arguments(),
+        None,
+        &World::of_threads(),
+    )
+    .unwrap();
     let args = case.arguments();
     let plan = Plan::with_costs(&case.inputs(), &args, &costs.under(&args)).unwrap();
     assert!(plan.partition.method.starts_with("exact by measured times"));
@@ -122,7 +179,12 @@ fn searches_go_by_measured_times_and_predictions_by_what_they_found() {
 #[test]
 fn what_ran_stands_beside_what_was_predicted() -> Result<()> {
     let case = Case::gpt2().on((1, 1, 2));
-    let costs = CostModel::of(&case.inputs(), &case.arguments(), None)?;
+    let costs = CostModel::of(
+        &case.inputs(),
+        &case.arguments(),
+        None,
+        &World::of_threads(),
+    )?;
     let prediction = predicted(&case, &costs);
     let ranks = case.on_ranks(|trainer| {
         (0..4).try_for_each(|_| trainer.train_step().map(drop))?;
@@ -191,7 +253,7 @@ fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
     };
     let (case, args) = (Case::gpt2(), Case::gpt2().arguments());
     let measured = || {
-        let costs = CostModel::of(&case.inputs(), &args, Some(&cache));
+        let costs = CostModel::of(&case.inputs(), &args, Some(&cache), &World::of_threads());
         costs.expect("the nodes of a small model run")
     };
     let kept = || std::fs::read_to_string(&cache.file).expect("the times are kept");
@@ -256,7 +318,7 @@ fn settled_times_that_are_old_or_unsteady_are_doubted_again() {
     };
     let (case, args) = (Case::gpt2(), Case::gpt2().arguments());
     let costs = || {
-        let costs = CostModel::of(&case.inputs(), &args, Some(&cache));
+        let costs = CostModel::of(&case.inputs(), &args, Some(&cache), &World::of_threads());
         costs.expect("the nodes of a small model run")
     };
     costs();

@@ -7,7 +7,7 @@ use merak_pipe::{Costs, ScheduleKind, Timeline, simulate_on};
 use merak_trace::models::{self, Model};
 use merak_trainer::{
     CheckedArguments, Config, CostModel, MerakTrainer, Plan, PlanInputs, Prediction, Result,
-    StageTimes, StepRecord, TrainerParts, Workload, data::Dataset, run_world,
+    StageTimes, StepRecord, TrainerParts, Workload, World, data::Dataset, run_world,
 };
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -159,7 +159,7 @@ impl Pipeline {
         // The memory is looked at first, as a measurement needs some too.
         let inputs = PlanInputs::read(Arc::clone(model), args)?;
         Plan::new(&inputs, args)?.check_memory(args, &[Workload::Training])?;
-        let costs = CostModel::of(&inputs, args, None)?;
+        let costs = CostModel::of(&inputs, args, None, &World::of_threads())?;
         let plan = Arc::new(Plan::with_costs(&inputs, args, &costs.under(args))?);
         let prediction = plan.predict(&costs.under(args))?;
         let ranks = self.records(&plan, args)?;

@@ -383,4 +383,10 @@ fn measured_times_are_kept_in_the_file_that_is_named() {
     place.succeed(&format!("train merak.toml {keys}"));
     let kept = fs::read_to_string(place.path("own/costs.json")).unwrap();
     assert!(kept.starts_with('{'), "{kept}");
+    // Processes have times of what connects them.
+    place.succeed(&format!(
+        "launch -n 2 -- train merak.toml {keys} --tp 2 --output_dir processes"
+    ));
+    let kept = fs::read_to_string(place.path("own/costs.json")).unwrap();
+    assert!(kept.contains("by tcp on hosts 2 x 0"), "{kept}");
 }
