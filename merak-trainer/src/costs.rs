@@ -32,6 +32,7 @@ use crate::{
     world::{World, cores_here, threads_per_rank},
 };
 use indicatif::HumanDuration;
+use merak_mpu::GroupKind;
 use merak_partition::{Counted, StepCosts};
 use merak_trace::{Graph, Node};
 use serde::{Deserialize, Serialize};
@@ -100,9 +101,10 @@ impl StepCosts for RunCosts<'_> {
         }
     }
 
-    /// Sums of devices need no core; those of processors are work of the cores.
+    /// Sums of devices need no core, and those over tensor-parallel ranks of several hosts wait for
+    /// the network; on the processors of one host they are work of the cores.
     fn collectives_pass_alone(&self) -> bool {
-        self.args.compute.device == Device::Cuda
+        self.args.compute.device == Device::Cuda || self.args.crosses_hosts(GroupKind::Tensor)
     }
 
     fn update(&self, trained: usize, tied: usize) -> Option<f64> {
@@ -235,4 +237,39 @@ pub struct CostCache {
     pub file: PathBuf,
     /// Whether it may be written.
     pub keeps: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Host, MerakArguments};
+    use merak_mpu::ChosenEngine;
+
+    #[test]
+    fn sums_within_a_layer_pass_alone_where_its_ranks_are_on_several_hosts() {
+        let arguments = MerakArguments {
+            dp: 2,
+            tp: 2,
+            ..MerakArguments::default()
+        };
+        let threads = arguments.check().unwrap();
+        let pass_alone =
+            |args: &CheckedArguments| CostModel::Counted.under(args).collectives_pass_alone();
+        assert!(!pass_alone(&threads));
+        for (of_ranks, expected) in [
+            ([0, 0, 0, 0], false),
+            ([0, 0, 1, 1], false),
+            ([0, 1, 0, 1], true),
+        ] {
+            for engine in [ChosenEngine::Tcp, ChosenEngine::Mpi] {
+                let processes = threads.clone().on(Host {
+                    engine,
+                    number: 0,
+                    of_ranks: of_ranks.into(),
+                    core_sharers: 1,
+                });
+                assert_eq!(pass_alone(&processes), expected, "{of_ranks:?}");
+            }
+        }
+    }
 }
