@@ -267,6 +267,7 @@ mod tests {
                     number: 0,
                     of_ranks: of_ranks.into(),
                     core_sharers: 1,
+                    shared_bytes: 0,
                 });
                 assert_eq!(pass_alone(&processes), expected, "{of_ranks:?}");
             }

@@ -438,6 +438,7 @@ mod tests {
         error::PlanError,
         plan::PlanInputs,
     };
+    use merak_mpu::ChosenEngine;
     use serde_json::json;
     use threads::{
         GAPS, GUARD_BYTES, HEAP_BYTES, OTHER_THREADS, PAIR_BYTES, PROCESS_BYTES, STACK_BYTES,
@@ -630,7 +631,9 @@ mod tests {
         let (plan, args) = plan(&["dp=4", "per_device_train_batch_size=1"]);
         let threads = |shared_bytes| {
             let args = args.clone().on(Host {
-                ranks: (0..4).collect(),
+                engine: ChosenEngine::Tcp,
+                number: 0,
+                of_ranks: vec![0; 4],
                 core_sharers: 4,
                 shared_bytes,
             });

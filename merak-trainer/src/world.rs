@@ -564,7 +564,14 @@ mod tests {
         });
         assert!(matches!(told[1], Error::Config(_)));
         for survivor in [&told[0], &told[2]] {
-            assert!(matches!(survivor, Error::OtherRank { rank: 1, .. }));
+            assert!(matches!(
+                survivor,
+                Error::Rank {
+                    rank: 1,
+                    teller: Teller::Other,
+                    ..
+                }
+            ));
         }
         let threads = World::of_threads().together(|_| Ok(()));
         assert!(threads.unwrap().is_none());

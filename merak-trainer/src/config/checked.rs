@@ -462,6 +462,7 @@ mod tests {
                 number: 0,
                 of_ranks: of_ranks.into(),
                 core_sharers: 1,
+                shared_bytes: 0,
             });
             [GroupKind::Tensor, GroupKind::Data].map(|kind| args.crosses_hosts(kind))
         };
