@@ -555,10 +555,13 @@ mod tests {
     fn a_process_that_fails_while_all_find_out_something_ends_the_others_at_once() {
         let told = processes(3, |world, rank| {
             let found = world.together(|member| {
+                let group = member.world_group()?;
+                // Every process has its world before one fails.
+                group.barrier()?;
                 if rank == 1 {
                     return Err(no_key("data.path"));
                 }
-                Ok(member.world_group()?.barrier()?)
+                Ok(group.barrier()?)
             });
             found.unwrap_err()
         });
