@@ -72,7 +72,8 @@ pub struct TraceOptions {
     pub visible: Visible,
     /// Makes tied weights independent copies.
     pub untie: bool,
-    /// Standard deviation of weight matrices where the configuration states none.
+    /// Standard deviation of weight matrices where the configuration states none. Matrices that end
+    /// a residual branch, which tensor parallelism splits by rows, have `1 / sqrt(2 layers)` of it.
     pub init_std: f64,
 }
 
@@ -113,11 +114,37 @@ impl TraceOptions {
         self.context.unwrap_or(self.seq)
     }
 
+    /// The deviations of a model whose configuration states `own`, or none.
+    fn deviations(&self, own: Option<f64>, layers: usize) -> Deviations {
+        let by_branches = || Deviations::by_branches(self.init_std, layers);
+        own.map_or_else(by_branches, |inner| Deviations {
+            inner,
+            output: inner,
+        })
+    }
+
     /// The same options with another output.
     #[must_use]
     pub fn with_head(mut self, head: Head) -> Self {
         self.head = head;
         self
+    }
+}
+
+/// Standard deviations of the weight matrices that a model starts with.
+#[derive(Debug, Clone, Copy)]
+struct Deviations {
+    inner: f64,
+    /// Of the matrices that end a residual branch.
+    output: f64,
+}
+
+impl Deviations {
+    /// Two branches in each layer then add up to as much, however many layers there are, as in
+    /// GPT-2.
+    fn by_branches(inner: f64, layers: usize) -> Self {
+        let output = inner / ((2 * layers) as f64).sqrt();
+        Self { inner, output }
     }
 }
 

@@ -2,7 +2,7 @@
 //! masked tokens or classifies sequences.
 
 use super::{
-    Model, ModelInfo, Objective, TraceOptions,
+    Deviations, Model, ModelInfo, Objective, TraceOptions,
     causal::{finish_with, padding},
     check_seq,
     encoder::{Encoder, SPLIT_LAYERS, linear},
@@ -115,15 +115,15 @@ impl Bert {
     }
 
     /// A layer, whose norms come after the sums.
-    fn layer(&self, layer: &Module, x: &Symbol, seen: &Symbol, init: Init) -> Result<Symbol> {
+    fn layer(&self, layer: &Module, x: &Symbol, seen: &Symbol, std: Deviations) -> Result<Symbol> {
         let encoder = &self.encoder;
         let attn = layer.sub("attention.self");
-        let mixed = encoder.attention(&attn, x, Some(seen), (true, init))?;
+        let mixed = encoder.attention(&attn, x, Some(seen), (true, std))?;
         let output = layer.sub("attention.output");
-        let x = output.add(&encoder.narrow(&output, &mixed, init)?, x)?;
+        let x = output.add(&encoder.narrow(&output, &mixed, std)?, x)?;
         let x = encoder.norm(&output.sub("LayerNorm"), &x)?;
         let output = layer.sub("output");
-        let x = output.add(&encoder.feed_forward(layer, &x, init)?, &x)?;
+        let x = output.add(&encoder.feed_forward(layer, &x, std)?, &x)?;
         encoder.norm(&output.sub("LayerNorm"), &x)
     }
 
@@ -212,7 +212,8 @@ impl Model for Bert {
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
         check_seq(options.seq, self.max_positions, "max_position_embeddings")?;
-        let init = self.encoder.init(options);
+        let std = self.encoder.deviations(options);
+        let init = Init::Normal(std.inner);
         fx::trace(options.dtype, |root| {
             let ids = |name| {
                 let ty = TensorType::new([options.batch, options.seq], DType::I64);
@@ -228,7 +229,7 @@ impl Model for Bert {
             let (mut x, table) = self.embeddings(&bert.sub("embeddings"), inputs, init)?;
             for index in 0..self.encoder.num_layers {
                 let layer = bert.sub(&format!("encoder.layer.{index}"));
-                x = self.layer(&layer, &x, &seen, init)?;
+                x = self.layer(&layer, &x, &seen, std)?;
             }
             match self.task {
                 Task::MaskedLm => {

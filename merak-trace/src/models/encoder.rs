@@ -1,7 +1,7 @@
 //! What the encoders of BERT and ViT have in common: their configuration and their attention.
 
 use super::{
-    ModelInfo, TraceOptions,
+    Deviations, ModelInfo, TraceOptions,
     family::SplitLayers,
     fields::{Fields, head_dim},
 };
@@ -55,9 +55,9 @@ impl Encoder {
         })
     }
 
-    /// The initialiser of weight matrices.
-    pub(super) fn init(&self, options: &TraceOptions) -> Init {
-        Init::Normal(self.initializer_range.unwrap_or(options.init_std))
+    /// The deviations of weight matrices.
+    pub(super) fn deviations(&self, options: &TraceOptions) -> Deviations {
+        options.deviations(self.initializer_range, self.num_layers)
     }
 
     /// The layer norm of a module.
@@ -72,9 +72,9 @@ impl Encoder {
         attn: &Module,
         x: &Symbol,
         seen: Option<&Symbol>,
-        (bias, init): (bool, Init),
+        (bias, std): (bool, Deviations),
     ) -> Result<Symbol> {
-        let width = self.hidden_size;
+        let (width, init) = (self.hidden_size, Init::Normal(std.inner));
         let [q, k, v] = ["query", "key", "value"].map(|name| {
             let module = attn.sub(name);
             module.linear(x, width, WeightLayout::OutIn, bias, init)
@@ -94,15 +94,22 @@ impl Encoder {
     }
 
     /// The MLP of a layer: `intermediate.dense`, the activation, then `output.dense` with dropout.
-    pub(super) fn feed_forward(&self, layer: &Module, x: &Symbol, init: Init) -> Result<Symbol> {
+    pub(super) fn feed_forward(
+        &self,
+        layer: &Module,
+        x: &Symbol,
+        std: Deviations,
+    ) -> Result<Symbol> {
+        let init = Init::Normal(std.inner);
         let intermediate = layer.sub("intermediate");
         let hidden = linear(&intermediate.sub("dense"), x, self.intermediate_size, init)?;
         let hidden = intermediate.activation(&hidden, self.activation)?;
-        self.narrow(&layer.sub("output"), &hidden, init)
+        self.narrow(&layer.sub("output"), &hidden, std)
     }
 
     /// The layer `dense` of a module back to the width of the model, and dropout.
-    pub(super) fn narrow(&self, module: &Module, x: &Symbol, init: Init) -> Result<Symbol> {
+    pub(super) fn narrow(&self, module: &Module, x: &Symbol, std: Deviations) -> Result<Symbol> {
+        let init = Init::Normal(std.output);
         let x = linear(&module.sub("dense"), x, self.hidden_size, init)?;
         module.dropout(&x, self.hidden_dropout)
     }

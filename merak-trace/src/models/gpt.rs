@@ -2,7 +2,7 @@
 //! untied head.
 
 use super::{
-    Model, ModelInfo, TraceOptions,
+    Deviations, Model, ModelInfo, TraceOptions,
     causal::{finish, input_ids, lm_head},
     check_seq,
     family::{Family, SplitLayers, USUAL_SIZES},
@@ -61,14 +61,14 @@ impl Gpt {
         })
     }
 
-    fn block(&self, block: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
-        let linear = |module: Module, x: &Symbol, out| {
+    fn block(&self, block: &Module, x: &Symbol, std: Deviations) -> Result<Symbol> {
+        let linear = |module: Module, x: &Symbol, out, std| {
             module.linear(x, out, WeightLayout::OutIn, true, Init::Normal(std))
         };
         let attn = block.sub("attn");
         let normed = block.sub("ln1").layer_norm(x, 1e-5)?;
         let [q, k, v] = [attn.sub("q"), attn.sub("k"), attn.sub("v")]
-            .map(|module| linear(module, &normed, self.hidden));
+            .map(|module| linear(module, &normed, self.hidden, std.inner));
         let head_dim = self.hidden / self.heads;
         let spec = Attention {
             heads: self.heads,
@@ -81,18 +81,18 @@ impl Gpt {
         };
         let mixed = attn.attention(&q?, &k?, &v?, &spec, self.dropout)?;
         let mixed = attn.dropout(
-            &linear(attn.sub("proj"), &mixed, self.hidden)?,
+            &linear(attn.sub("proj"), &mixed, self.hidden, std.output)?,
             self.dropout,
         )?;
         let x = block.add(&mixed, x)?;
         let mlp = block.sub("mlp");
         let normed = block.sub("ln2").layer_norm(&x, 1e-5)?;
         let hidden = mlp.activation(
-            &linear(mlp.sub("fc"), &normed, 4 * self.hidden)?,
+            &linear(mlp.sub("fc"), &normed, 4 * self.hidden, std.inner)?,
             Activation::GeluTanh,
         )?;
         let hidden = mlp.dropout(
-            &linear(mlp.sub("proj"), &hidden, self.hidden)?,
+            &linear(mlp.sub("proj"), &hidden, self.hidden, std.output)?,
             self.dropout,
         )?;
         block.add(&hidden, &x)
@@ -115,16 +115,17 @@ impl Model for Gpt {
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
         check_seq(options.seq, self.seq, "max_position_embeddings")?;
-        let std = self.std.unwrap_or(options.init_std);
+        let std = options.deviations(self.std, self.layers);
+        let init = Init::Normal(std.inner);
         fx::trace(options.dtype, |root| {
             let ids = input_ids(root, options);
-            let (x, wte) =
-                root.sub("wte")
-                    .embedding(&ids, self.vocab_size, self.hidden, Init::Normal(std))?;
+            let (x, wte) = root
+                .sub("wte")
+                .embedding(&ids, self.vocab_size, self.hidden, init)?;
             let positions = root.positions(options.seq)?;
-            let (wpe, _) =
-                root.sub("wpe")
-                    .embedding(&positions, self.seq, self.hidden, Init::Normal(std))?;
+            let (wpe, _) = root
+                .sub("wpe")
+                .embedding(&positions, self.seq, self.hidden, init)?;
             let mut x = root.dropout(&root.add(&x, &wpe)?, self.dropout)?;
             for index in 0..self.layers {
                 x = self.block(&root.sub(&format!("h.{index}")), &x, std)?;
@@ -136,7 +137,7 @@ impl Model for Gpt {
                 &x,
                 (self.tie && !options.untie).then_some(&wte),
                 self.vocab_size,
-                std,
+                std.inner,
             )?;
             finish(root, &logits, options)
         })

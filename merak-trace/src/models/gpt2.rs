@@ -1,7 +1,7 @@
 //! GPT-2 ([Radford et al. 2019](https://openai.com/index/better-language-models)).
 
 use super::{
-    Model, ModelInfo, TraceOptions,
+    Deviations, Model, ModelInfo, TraceOptions,
     causal::{check_architecture, finish, input_ids, lm_head},
     check_seq,
     family::{Family, SizeFields, SplitLayers},
@@ -111,10 +111,8 @@ impl Gpt2 {
     }
 
     fn block(&self, block: &Module, x: &Symbol, index: usize, std: f64) -> Result<Symbol> {
-        let (normal, output) = (
-            Init::Normal(std),
-            Init::Normal(std / ((2 * self.n_layer) as f64).sqrt()),
-        );
+        let Deviations { inner, output } = Deviations::by_branches(std, self.n_layer);
+        let (normal, output) = (Init::Normal(inner), Init::Normal(output));
         let linear = |module: &Module, x: &Symbol, out, init| {
             module.linear(x, out, WeightLayout::InOut, true, init)
         };

@@ -3,7 +3,7 @@
 //! in one projection.
 
 use super::{
-    Model, ModelInfo, TraceOptions,
+    Deviations, Model, ModelInfo, TraceOptions,
     causal::{check_architecture, finish, input_ids, lm_head},
     check_seq,
     family::{Family, SplitLayers, USUAL_SIZES},
@@ -93,7 +93,12 @@ impl GptNeoX {
         })
     }
 
-    fn layer(&self, layer: &Module, x: &Symbol, (std, rope): (f64, &Rope)) -> Result<Symbol> {
+    fn layer(
+        &self,
+        layer: &Module,
+        x: &Symbol,
+        (std, rope): (Deviations, &Rope),
+    ) -> Result<Symbol> {
         let normed = layer
             .sub("input_layernorm")
             .layer_norm(x, self.layer_norm_eps)?;
@@ -110,20 +115,25 @@ impl GptNeoX {
     }
 
     /// The MLP with its dropout.
-    fn mlp(&self, layer: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
+    fn mlp(&self, layer: &Module, x: &Symbol, std: Deviations) -> Result<Symbol> {
         let mlp = layer.sub("mlp");
-        let linear = |name, x: &Symbol, out| {
+        let linear = |name, x: &Symbol, out, std| {
             mlp.sub(name)
                 .linear(x, out, WeightLayout::OutIn, true, Init::Normal(std))
         };
-        let hidden = linear("dense_h_to_4h", x, self.intermediate_size)?;
+        let hidden = linear("dense_h_to_4h", x, self.intermediate_size, std.inner)?;
         let hidden = mlp.activation(&hidden, self.activation)?;
-        let hidden = linear("dense_4h_to_h", &hidden, self.hidden_size)?;
+        let hidden = linear("dense_4h_to_h", &hidden, self.hidden_size, std.output)?;
         layer.dropout(&hidden, self.hidden_dropout)
     }
 
-    fn attention(&self, attn: &Module, x: &Symbol, (std, rope): (f64, &Rope)) -> Result<Symbol> {
-        let linear = |name, x: &Symbol, out| {
+    fn attention(
+        &self,
+        attn: &Module,
+        x: &Symbol,
+        (std, rope): (Deviations, &Rope),
+    ) -> Result<Symbol> {
+        let linear = |name, x: &Symbol, out, std| {
             attn.sub(name).linear(
                 x,
                 out,
@@ -132,7 +142,7 @@ impl GptNeoX {
                 Init::Normal(std),
             )
         };
-        let fused = linear("query_key_value", x, 3 * self.hidden_size)?;
+        let fused = linear("query_key_value", x, 3 * self.hidden_size, std.inner)?;
         let [q, k, v] = self.heads(attn, &fused)?;
         let positions = attn.positions(x.shape()[1])?;
         let turn = |heads| attn.rope(heads, &positions, rope.clone());
@@ -146,7 +156,7 @@ impl GptNeoX {
             ..Attention::default()
         };
         let mixed = attn.attention(&turn(&q)?, &turn(&k)?, &v, &spec, self.attention_dropout)?;
-        linear("dense", &mixed, self.hidden_size)
+        linear("dense", &mixed, self.hidden_size, std.output)
     }
 
     /// Query, key and value, `[B, S, H]` each, of a projection in which they alternate head by
@@ -180,7 +190,7 @@ impl Model for GptNeoX {
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
         check_seq(options.seq, self.max_seq, "max_position_embeddings")?;
-        let std = self.initializer_range.unwrap_or(options.init_std);
+        let std = options.deviations(self.initializer_range, self.num_layers);
         let rope = self.rotary.op(options.context());
         fx::trace(options.dtype, |root| {
             let model = root.sub("gpt_neox");
@@ -189,7 +199,7 @@ impl Model for GptNeoX {
                 &ids,
                 self.vocab_size,
                 self.hidden_size,
-                Init::Normal(std),
+                Init::Normal(std.inner),
             )?;
             let mut x = model.dropout(&x, self.hidden_dropout)?;
             for index in 0..self.num_layers {
@@ -200,7 +210,7 @@ impl Model for GptNeoX {
                 .layer_norm(&x, self.layer_norm_eps)?;
             let tied = self.tie_word_embeddings && !options.untie;
             let tied = tied.then_some(&table);
-            let logits = lm_head(root, "embed_out", &x, tied, self.vocab_size, std)?;
+            let logits = lm_head(root, "embed_out", &x, tied, self.vocab_size, std.inner)?;
             finish(root, &logits, options)
         })
     }

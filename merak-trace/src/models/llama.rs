@@ -15,7 +15,7 @@
 mod config;
 
 use super::{
-    Model, ModelInfo, TraceOptions,
+    Deviations, Model, ModelInfo, TraceOptions,
     causal::{finish, input_ids, lm_head},
     check_seq,
     family::{Family, SplitLayers, USUAL_SIZES},
@@ -120,7 +120,7 @@ impl Llama {
         layer: &Module,
         x: &Symbol,
         index: usize,
-        (std, rope): (f64, &Rope),
+        (std, rope): (Deviations, &Rope),
     ) -> Result<Symbol> {
         let normed = layer
             .sub("input_layernorm")
@@ -138,7 +138,7 @@ impl Llama {
         attn: &Module,
         x: &Symbol,
         index: usize,
-        (std, rope): (f64, &Rope),
+        (std, rope): (Deviations, &Rope),
     ) -> Result<Symbol> {
         let project = |name, heads: usize| {
             Self::linear(
@@ -146,7 +146,7 @@ impl Llama {
                 x,
                 heads * self.head_dim,
                 self.biases.qkv,
-                std,
+                std.inner,
             )
         };
         let q = project("q_proj", self.num_heads)?;
@@ -173,7 +173,7 @@ impl Llama {
             &mixed,
             self.hidden_size,
             self.biases.output,
-            std,
+            std.output,
         )
     }
 
@@ -191,12 +191,17 @@ impl Llama {
         )
     }
 
-    fn mlp(&self, mlp: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
+    fn mlp(&self, mlp: &Module, x: &Symbol, std: Deviations) -> Result<Symbol> {
         let linear =
-            |name, x: &Symbol, out| Self::linear(&mlp.sub(name), x, out, self.biases.mlp, std);
-        let gate = linear("gate_proj", x, self.intermediate_size)?;
-        let up = linear("up_proj", x, self.intermediate_size)?;
-        linear("down_proj", &mlp.silu_mul(&gate, &up)?, self.hidden_size)
+            |name, x: &Symbol, out, std| Self::linear(&mlp.sub(name), x, out, self.biases.mlp, std);
+        let gate = linear("gate_proj", x, self.intermediate_size, std.inner)?;
+        let up = linear("up_proj", x, self.intermediate_size, std.inner)?;
+        linear(
+            "down_proj",
+            &mlp.silu_mul(&gate, &up)?,
+            self.hidden_size,
+            std.output,
+        )
     }
 }
 
@@ -220,7 +225,7 @@ impl Model for Llama {
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
         check_seq(options.seq, self.max_seq, "max_position_embeddings")?;
-        let std = self.initializer_range.unwrap_or(options.init_std);
+        let std = options.deviations(self.initializer_range, self.windows.len());
         let rope = self.rotary.op(options.context());
         fx::trace(options.dtype, |root| {
             let model = root.sub("model");
@@ -230,7 +235,7 @@ impl Model for Llama {
                 self.vocab_size,
                 self.hidden_size,
                 self.padding,
-                Init::Normal(std),
+                Init::Normal(std.inner),
             )?;
             for index in 0..self.windows.len() {
                 let layer = model.sub(&format!("layers.{index}"));
@@ -239,7 +244,7 @@ impl Model for Llama {
             let x = model.sub("norm").rms_norm(&x, self.rms_norm_eps)?;
             let tied = self.tie_word_embeddings && !options.untie;
             let tied = tied.then_some(&table);
-            let logits = lm_head(root, "lm_head", &x, tied, self.vocab_size, std)?;
+            let logits = lm_head(root, "lm_head", &x, tied, self.vocab_size, std.inner)?;
             finish(root, &logits, options)
         })
     }

@@ -2,7 +2,7 @@
 //! row on, layer norms before or after each part, an embedding that may be narrower than the model.
 
 use super::{
-    Model, ModelInfo, TraceOptions,
+    Deviations, Model, ModelInfo, TraceOptions,
     causal::{check_architecture, finish, input_ids, lm_head, padding},
     check_seq,
     family::{Family, SplitLayers, USUAL_SIZES},
@@ -141,14 +141,14 @@ impl Opt {
         module.linear(x, width, WeightLayout::OutIn, false, Init::Normal(std))
     }
 
-    fn layer(&self, layer: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
+    fn layer(&self, layer: &Module, x: &Symbol, std: Deviations) -> Result<Symbol> {
         let x = self.around(layer, "self_attn_layer_norm", x, |x| {
             self.attention(&layer.sub("self_attn"), x, std)
         })?;
         self.around(layer, "final_layer_norm", &x, |x| {
-            let hidden = self.linear(&layer.sub("fc1"), x, self.ffn_dim, std)?;
+            let hidden = self.linear(&layer.sub("fc1"), x, self.ffn_dim, std.inner)?;
             let hidden = layer.activation(&hidden, self.activation)?;
-            self.linear(&layer.sub("fc2"), &hidden, self.hidden_size, std)
+            self.linear(&layer.sub("fc2"), &hidden, self.hidden_size, std.output)
         })
     }
 
@@ -168,8 +168,8 @@ impl Opt {
         add(&part(&norm.layer_norm(x, EPS)?)?)
     }
 
-    fn attention(&self, attn: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
-        let project = |name| self.linear(&attn.sub(name), x, self.hidden_size, std);
+    fn attention(&self, attn: &Module, x: &Symbol, std: Deviations) -> Result<Symbol> {
+        let project = |name| self.linear(&attn.sub(name), x, self.hidden_size, std.inner);
         let (q, k, v) = (project("q_proj")?, project("k_proj")?, project("v_proj")?);
         let head_dim = self.hidden_size / self.num_heads;
         let spec = Attention {
@@ -182,7 +182,7 @@ impl Opt {
             ..Attention::default()
         };
         let mixed = attn.attention(&q, &k, &v, &spec, self.attention_dropout)?;
-        self.linear(&attn.sub("out_proj"), &mixed, self.hidden_size, std)
+        self.linear(&attn.sub("out_proj"), &mixed, self.hidden_size, std.output)
     }
 }
 
@@ -202,21 +202,26 @@ impl Model for Opt {
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
         check_seq(options.seq, self.max_seq, "max_position_embeddings")?;
-        let std = self.init_std.unwrap_or(options.init_std);
+        let std = options.deviations(self.init_std, self.num_layers);
         fx::trace(options.dtype, |root| {
             let decoder = root.sub("model.decoder");
             let ids = input_ids(root, options);
-            let (mut x, table) = self.embed(&decoder, &ids, std)?;
+            let (mut x, table) = self.embed(&decoder, &ids, std.inner)?;
             for index in 0..self.num_layers {
                 x = self.layer(&decoder.sub(&format!("layers.{index}")), &x, std)?;
             }
             if self.norms == Norms::Before {
                 x = decoder.sub("final_layer_norm").layer_norm(&x, EPS)?;
             }
-            let x = self.project(&decoder.sub("project_out"), &x, self.embedding_size, std)?;
+            let x = self.project(
+                &decoder.sub("project_out"),
+                &x,
+                self.embedding_size,
+                std.inner,
+            )?;
             let tied = self.tie_word_embeddings && !options.untie;
             let tied = tied.then_some(&table);
-            let logits = lm_head(root, "lm_head", &x, tied, self.vocab_size, std)?;
+            let logits = lm_head(root, "lm_head", &x, tied, self.vocab_size, std.inner)?;
             finish(root, &logits, options)
         })
     }

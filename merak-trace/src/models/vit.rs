@@ -2,7 +2,7 @@
 //! encoder of image patches that classifies images.
 
 use super::{
-    Model, ModelInfo, Objective, TraceOptions,
+    Deviations, Model, ModelInfo, Objective, TraceOptions,
     causal::finish_with,
     encoder::{Encoder, SPLIT_LAYERS, linear},
     family::{Family, USUAL_SIZES},
@@ -120,15 +120,15 @@ impl Vit {
     }
 
     /// A layer, whose norms come before the parts.
-    fn layer(&self, layer: &Module, x: &Symbol, init: Init) -> Result<Symbol> {
+    fn layer(&self, layer: &Module, x: &Symbol, std: Deviations) -> Result<Symbol> {
         let encoder = &self.encoder;
         let normed = encoder.norm(&layer.sub("layernorm_before"), x)?;
         let attn = layer.sub("attention.attention");
-        let mixed = encoder.attention(&attn, &normed, None, (self.qkv_bias, init))?;
-        let mixed = encoder.narrow(&layer.sub("attention.output"), &mixed, init)?;
+        let mixed = encoder.attention(&attn, &normed, None, (self.qkv_bias, std))?;
+        let mixed = encoder.narrow(&layer.sub("attention.output"), &mixed, std)?;
         let x = layer.add(&mixed, x)?;
         let normed = encoder.norm(&layer.sub("layernorm_after"), &x)?;
-        layer.add(&encoder.feed_forward(layer, &normed, init)?, &x)
+        layer.add(&encoder.feed_forward(layer, &normed, std)?, &x)
     }
 }
 
@@ -152,7 +152,8 @@ impl Model for Vit {
             );
             return Err(error("image_size", &reason));
         }
-        let init = self.encoder.init(options);
+        let std = self.encoder.deviations(options);
+        let init = Init::Normal(std.inner);
         fx::trace(options.dtype, |root| {
             let [height, width] = self.image;
             let shape = [options.batch, self.num_channels, height, width];
@@ -160,7 +161,7 @@ impl Model for Vit {
             let vit = root.sub("vit");
             let mut x = self.embeddings(&vit.sub("embeddings"), &pixels, init)?;
             for index in 0..self.encoder.num_layers {
-                x = self.layer(&vit.sub(&format!("encoder.layer.{index}")), &x, init)?;
+                x = self.layer(&vit.sub(&format!("encoder.layer.{index}")), &x, std)?;
             }
             let x = self.encoder.norm(&vit.sub("layernorm"), &x)?;
             let classifier = root.sub("classifier");

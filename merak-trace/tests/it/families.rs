@@ -1,7 +1,7 @@
 //! Configurations of model families: both spellings, every field used or refused.
 
 use merak_trace::{
-    Graph, Op, Param,
+    Graph, Init, Op, Param,
     models::{self, TraceOptions},
     op::Rope,
     render::{self, Format},
@@ -505,4 +505,54 @@ fn a_table_with_bias_in_its_name_does_not_decay() {
         ]
     );
     assert!(graph.params().iter().any(Param::decays));
+}
+
+#[test]
+fn matrices_that_end_a_branch_start_smaller_where_no_deviation_is_stated() {
+    let configs = [
+        small("gpt"),
+        json!({ "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16 }),
+        llama("llama"),
+        with(&small("opt"), json!({ "ffn_dim": 24 })),
+        small("gpt_neox"),
+        with(
+            &small("bert"),
+            json!({ "architectures": ["BertForMaskedLM"] }),
+        ),
+        json!({ "model_type": "vit", "hidden_size": 16, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 14, "patch_size": 7 }),
+    ];
+    for config in configs {
+        let family = config["model_type"].as_str().expect("a name");
+        let own = if family == "opt" {
+            "init_std"
+        } else {
+            "initializer_range"
+        };
+        let rows = models::family(family)
+            .expect("it is known")
+            .split_layers
+            .rows;
+        for stated in [None, Some(0.3)] {
+            let config = stated.map_or(config.clone(), |std| with(&config, json!({ own: std })));
+            let seq = if family == "vit" { 5 } else { SEQ };
+            let model = models::from_config(&config).expect("the configuration is complete");
+            let options = TraceOptions::training(2, seq);
+            let graph = model.trace(&options).expect("the sizes fit");
+            let mut outputs = 0;
+            for param in graph.params() {
+                let Init::Normal(std) = param.init else {
+                    continue;
+                };
+                let is_output = rows.iter().any(|row| param.name.contains(row));
+                outputs += usize::from(is_output);
+                // Two branches in each of two layers; GPT-2 states this of its own deviation too.
+                let is_smaller = is_output && (stated.is_none() || family == "gpt2");
+                let part = if is_smaller { 0.5 } else { 1.0 };
+                let expected = part * stated.unwrap_or(options.init_std);
+                assert!((std - expected).abs() < 1e-12, "{family}: {}", param.name);
+            }
+            assert_eq!(outputs, 4, "{family}");
+        }
+    }
 }

@@ -117,7 +117,8 @@ settings! {
         shard_count: Option<usize> [at_least 1] = None,
         /// How the model becomes a graph.
         trace_method: TraceMethod = TraceMethod::Fx,
-        /// Standard deviation of the normal that initialises weight matrices.
+        /// Standard deviation of the normal that initialises weight matrices of a model that states
+        /// none; of those that end a branch of a layer, it is divided by `sqrt(2 num_layers)`.
         init_method_std: f64 [more_than 0] = 0.02,
         /// Whether activations are recomputed in the backward.
         activation_checkpointing: bool = true,

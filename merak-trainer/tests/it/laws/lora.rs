@@ -563,7 +563,7 @@ fn an_adapter_of_a_convolution_is_worth_the_same_beside_it_and_merged() {
         let case = base.clone().with_lora(folder.path(), &lora).writing(&run);
         let loss = |trainer: &mut MerakTrainer| trainer.gradients().map(|(loss, _)| loss);
         let [base, own] = [&base, &case].map(|case| case.on_ranks(loss)[0]);
-        assert!((base - own).abs() > 1e-2 * base, "{name}: {base}, {own}");
+        assert!((base - own).abs() > 1e-3 * base, "{name}: {base}, {own}");
         case.on_ranks(MerakTrainer::save_checkpoint);
         let saved = Checkpoint::open(&run).unwrap();
         let tensors = &saved.manifest().tensors;
