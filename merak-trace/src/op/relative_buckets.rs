@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 /// Buckets of relative positions: small distances have one each, larger ones share them by their
-/// logarithm ([Raffel et al. 2019](https://arxiv.org/abs/1910.10683), section 2.1).
+/// logarithm ([Raffel et al. 2019](https://arxiv.org/abs/1910.10683), section 2.1). The last query
+/// stands at the last key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RelativeBuckets {
     /// Queries.
@@ -40,9 +41,9 @@ impl RelativeBuckets {
     /// Writes the same to `indices`, `q_len * k_len` elements.
     pub(crate) fn write_indices(&self, indices: &mut [i64]) {
         // A row of all distances; each query copies its part.
-        let last_query = self.q_len.saturating_sub(1);
+        let last = self.k_len.saturating_sub(1);
         let row: Vec<_> = (0..self.q_len + self.k_len)
-            .map(|key| self.bucket(key, last_query))
+            .map(|key| self.bucket(key, last))
             .collect();
         let queries = indices.chunks_exact_mut(self.k_len.max(1));
         for (query, indices) in queries.enumerate() {
@@ -79,6 +80,7 @@ mod tests {
 
     /// The buckets of the keys up to `reach` before and behind a query.
     fn around(buckets: usize, max_distance: usize, bidirectional: bool, reach: usize) -> Vec<i64> {
+        // The first query stands in the middle of the keys.
         let spec = RelativeBuckets {
             q_len: reach + 1,
             k_len: 2 * reach + 1,
@@ -87,7 +89,9 @@ mod tests {
             bidirectional,
         };
         assert!(spec.is_valid());
-        spec.indices().split_off(reach * spec.k_len)
+        let mut indices = spec.indices();
+        indices.truncate(spec.k_len);
+        indices
     }
 
     #[test]

@@ -30,12 +30,13 @@ pub struct Newest<'a, T> {
 ///
 /// # Shapes
 ///
-/// See [`Newest`]. Of the spec, only the heads, the scale and the window are used. A query sees all
-/// keys, as the last position of a causal attention does.
+/// See [`Newest`]. Of the spec, only the heads, the scale, the window and the bias are used. A query
+/// sees all keys, as the last position of a causal attention does. The bias is that of a sequence
+/// with a key for each of its rows' elements; a shorter one has the last of them.
 ///
 /// # Panics
 ///
-/// If the lengths do not fit, or the spec has a mask, a bias or dropout.
+/// If the lengths do not fit, or the spec has a mask or dropout.
 pub fn attention_newest<T: Float>(
     threads: &Threads,
     spec: &AttentionSpec<'_, T>,
@@ -43,8 +44,8 @@ pub fn attention_newest<T: Float>(
 ) {
     spec.shape.check();
     assert!(
-        spec.mask.is_none() && spec.bias.is_none() && spec.dropout.is_none(),
-        "a decode step has no terms beside the scores"
+        spec.mask.is_none() && spec.dropout.is_none(),
+        "a decode step hides and drops nothing"
     );
     let AttentionShape {
         q_heads,
@@ -65,6 +66,7 @@ pub fn attention_newest<T: Float>(
         assert_eq!(query.len(), out.len(), "a result for each query");
         let shared = query.chunks_exact(width).zip(out.chunks_exact_mut(width));
         shared.enumerate().map(move |(head, (query, out))| Head {
+            first: head * (q_heads / kv_heads),
             column: head * head_dim,
             query,
             keys,
@@ -88,6 +90,8 @@ pub fn attention_newest<T: Float>(
 
 /// The query heads that share a key head.
 struct Head<'a, T> {
+    /// The first of them.
+    first: usize,
     /// First column of the key head.
     column: usize,
     query: &'a [T],
@@ -109,10 +113,17 @@ impl<T: Float> Head<'_, T> {
             .query
             .chunks_exact(dim)
             .zip(self.out.chunks_exact_mut(dim));
-        for (query, out) in shared {
+        for (head, (query, out)) in (self.first..).zip(shared) {
             scores.clear();
             for key in keys.chunks_exact(width) {
                 scores.push(scale * dot(query, &key[columns.clone()]));
+            }
+            if let Some(bias) = &spec.bias {
+                let longest = bias.row_stride;
+                let row = bias.row(0, head, 0, longest - scores.len()..longest);
+                for (score, &bias) in scores.iter_mut().zip(row) {
+                    *score += bias;
+                }
             }
             let largest = max(scores);
             for score in &mut *scores {
@@ -135,17 +146,26 @@ impl<T: Float> Head<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::super::super::testing::{assert_close, noise, on_any_threads, to_f64};
-    use super::super::{MatMut, Strided, attention};
+    use super::super::{AttentionMask, MatMut, Strided, attention};
     use super::*;
 
     #[test]
     fn the_newest_position_of_each_sequence_is_the_last_one_of_blockwise_attention() {
         // The longer ones occupy several threads.
-        for (lengths, (q_heads, kv_heads), dim, window) in [
-            (&[1, 9, 200][..], (6, 3), 24, None),
-            (&[300, 5, 290, 70], (4, 1), 64, None),
-            (&[33, 40], (2, 2), 5, Some(7)),
+        for (lengths, (q_heads, kv_heads), dim, window, biased) in [
+            (&[1, 9, 200][..], (6, 3), 24, None, false),
+            (&[300, 5, 290, 70], (4, 1), 64, None, true),
+            (&[33, 40], (2, 2), 5, Some(7), true),
         ] {
+            // The last keys of the longest sequence are those of the others.
+            let longest = lengths.iter().copied().max().unwrap_or(0);
+            let bias: Vec<f32> = noise(5, q_heads * longest);
+            let bias_of = |len: usize| AttentionMask {
+                data: &bias[longest - len..],
+                batch_stride: 0,
+                head_stride: longest,
+                row_stride: longest,
+            };
             let shape = |k_len| AttentionShape {
                 batch: 1,
                 q_len: 1,
@@ -156,6 +176,7 @@ mod tests {
             };
             let spec = |k_len| AttentionSpec {
                 window,
+                bias: biased.then(|| bias_of(k_len)),
                 ..AttentionSpec::<f32>::causal(shape(k_len))
             };
             let operands: Vec<[Vec<f32>; 3]> = (7..)
@@ -179,7 +200,7 @@ mod tests {
                     values,
                     out,
                 });
-                attention_newest(threads, &spec(0), sequences.collect());
+                attention_newest(threads, &spec(longest), sequences.collect());
                 out
             });
             for (([q, k, v], &len), found) in
