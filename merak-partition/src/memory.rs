@@ -3,7 +3,7 @@
 
 use crate::RankPrograms;
 use merak_pipe::{Action, StageBytes, StageId, rank_peak_bytes};
-use merak_trace::{DType, LiveBytes, Param, Port, StageProgram, op::Class};
+use merak_trace::{DType, LiveBytes, Op, Param, Port, StageProgram};
 use std::collections::BTreeMap;
 
 /// Bytes for each element, and the ranks that divide the elements among themselves.
@@ -313,11 +313,13 @@ pub fn forward_bytes(programs: &[StageProgram], width: ValueWidth) -> ForwardByt
     }
 }
 
-/// Bytes of the keys and values of a forward's positions, which a rank keeps to generate text.
-pub fn cached_bytes(programs: &[StageProgram], width: ValueWidth) -> usize {
+/// Bytes of the keys and values of a prompt's positions, which a rank keeps to generate text. In
+/// programs of a model `with_encoder`, which reads the prompts, the decoder keeps them.
+pub fn cached_bytes(programs: &[StageProgram], width: ValueWidth, with_encoder: bool) -> usize {
     let of_program = |program: &StageProgram| {
         let nodes = program.graph.nodes().iter();
-        let attentions = nodes.filter(|node| node.op.class() == Class::Attention);
+        let attentions = nodes
+            .filter(|node| matches!(&node.op, Op::Attention(spec) if spec.cross == with_encoder));
         // Queries, keys and values, in this order.
         let kept = attentions.flat_map(|node| &node.inputs[1..3]);
         total(kept.map(|&value| program.graph.ty(value).size_bytes()))

@@ -18,7 +18,7 @@ use crate::{Op, Param, Result, TensorType, Value, value::MemoryMeter};
 use merak_mpu::{Buffer, Coord, DType};
 use std::{fmt, sync::Arc};
 
-pub use past::{Following, Past};
+pub use past::{Following, Past, RelativeBias};
 
 /// Facts about the run for the nodes of one microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -188,13 +188,13 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// When the backend lacks the operation for these types, or operand values are out of range.
     fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>>;
 
-    /// Computes causal attention for the next positions of several sequences, which lie end to end.
-    /// Each position also sees the past of its sequence; keys and values of the next positions are
-    /// added to the past.
+    /// Computes attention for the next positions of several sequences, which lie end to end. The
+    /// next keys and values of each are added to its past, and its queries see what is there then,
+    /// the last query standing at the last key.
     ///
     /// # Shapes
-    /// With N the sum of the sequences' positions, the operands are `q: [1, N, heads*D]` and
-    /// `k, v: [1, N, kv_heads*D]`, the result is `[1, N, heads*D]`.
+    /// With N and M the sums of the sequences' next queries and keys, the operands are
+    /// `q: [1, N, heads*D]` and `k, v: [1, M, kv_heads*D]`, the result is `[1, N, heads*D]`.
     ///
     /// # Errors
     /// As [`Backend::run`].
@@ -202,9 +202,10 @@ pub trait Backend: fmt::Debug + Send + Sync {
         &self,
         call: Call<'_>,
         operands: [Value; 3],
+        bias: Option<&RelativeBias>,
         sequences: &mut [Following<'_>],
     ) -> Result<Value> {
-        past::attend(self, call, operands, sequences)
+        past::attend(self, call, operands, bias, sequences)
     }
 
     /// Computes a node and adds its results to the given slots of a store.

@@ -119,14 +119,14 @@ mod value;
 
 pub use autodiff::{Phase, needs_grad};
 pub use backend::{
-    Backend, Call, Following, GradSink, GradSlot, GradStore, ParamStore, Past, RunContext,
-    SharedBackend,
+    Backend, Call, Following, GradSink, GradSlot, GradStore, ParamStore, Past, RelativeBias,
+    RunContext, SharedBackend,
 };
 pub use error::{Error, KernelError, Result};
 pub use graph::{Graph, Node, NodeId, ParamId, Port, Source, ValueId, ValueInfo};
 pub use interpreter::{
-    AxisGroups, Batch, Continuation, Forwarded, Frame, Interpreter, KvCache, Params, SingleRank,
-    Tail,
+    AxisGroups, Batch, Continuation, Forwarded, Frame, Interpreter, KvCache, Params, Piece,
+    SingleRank, Tail,
 };
 #[cfg(feature = "cpu")]
 pub use kernels::{Factor, Threads, Units, multiply, take_product_scratch};

@@ -70,6 +70,10 @@ pub struct TraceOptions {
     pub head: Head,
     /// The earlier tokens that those of a model of the next token see.
     pub visible: Visible,
+    /// Whether no sequence has padding: an encoder then reads no mask. Of positions that pass in
+    /// pieces ([`Interpreter::forward_cached`](crate::Interpreter::forward_cached)), `seq` may be 0
+    /// in a model that has a decoder too.
+    pub unpadded: bool,
     /// Makes tied weights independent copies.
     pub untie: bool,
     /// Standard deviation of weight matrices where the configuration states none. Matrices that end
@@ -104,6 +108,7 @@ impl TraceOptions {
                 label_smoothing: 0.0,
             },
             visible: Visible::All,
+            unpadded: false,
             untie: false,
             init_std: 0.02,
         }

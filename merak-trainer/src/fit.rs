@@ -10,7 +10,6 @@ use crate::{
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::{ForwardBytes, cached_bytes, forward_bytes};
-use merak_trace::models::Objective;
 use std::{fmt, iter};
 use threads::{mapped_bytes, touched_bytes};
 
@@ -224,13 +223,13 @@ impl Plan {
                     )
                 }
                 Workload::Generation { positions } => {
-                    let first = programs(Forward::logits(1, FIRST_TOKENS, Some(FIRST_TOKENS)))?;
-                    // Without a cache, keys and values are computed again for each token, as those
-                    // of a decoder beside an encoder always are.
-                    let objective = self.draft.model.objective();
-                    let caches = args.use_cache && objective != Objective::SequenceToSequence;
-                    let kept = if caches { positions } else { 0 };
-                    let cache = cached_bytes(&first, width).saturating_mul(kept.div_ceil(args.dp));
+                    let has_encoder = self.has_encoder();
+                    let source = has_encoder.then_some(FIRST_TOKENS);
+                    let first = programs(Forward::next(FIRST_TOKENS, source))?;
+                    // Without a cache, keys and values are computed again for each token.
+                    let kept = if args.use_cache { positions } else { 0 };
+                    let of_position = cached_bytes(&first, width, has_encoder);
+                    let cache = of_position.saturating_mul(kept.div_ceil(args.dp));
                     let mut bytes = forward_bytes(&first, width);
                     for more in [cache, self.gathered_bytes(args, rank)?] {
                         bytes.activations = bytes.activations.saturating_add(more);

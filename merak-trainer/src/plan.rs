@@ -95,12 +95,13 @@ impl Forward {
         }
     }
 
-    /// The logits of whole sequences; `target` is the length of a decoder beside an encoder.
-    pub(crate) fn logits(batch: usize, seq: usize, target: Option<usize>) -> Self {
+    /// The logits of positions that follow others; `source` is how many positions of an encoder
+    /// pass before those of its decoder.
+    pub(crate) fn next(positions: usize, source: Option<usize>) -> Self {
         Self {
-            target,
+            target: source.map(|_| positions),
             output: ForwardOutput::Logits,
-            ..Self::loss(batch, seq)
+            ..Self::loss(1, source.unwrap_or(positions))
         }
     }
 }
@@ -146,6 +147,11 @@ impl Plan {
     /// Whether a run of this plan trains nothing.
     pub(crate) fn is_frozen(&self) -> bool {
         self.trained_params().next().is_none()
+    }
+
+    /// Whether an encoder reads the prompts and a decoder writes the texts.
+    pub(crate) fn has_encoder(&self) -> bool {
+        self.draft.model.objective() == Objective::SequenceToSequence
     }
 
     /// The stage with the model's last attention; after it, positions do not depend on each other.
@@ -202,6 +208,7 @@ impl Plan {
             seq: forward.seq,
             target_seq: forward.target.or(trace.target_seq),
             context: Some(forward.context),
+            unpadded: !forward.output.has_loss(),
             ..trace
         };
         let draft = &self.draft;

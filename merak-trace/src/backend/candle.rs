@@ -12,7 +12,8 @@ mod run;
 mod storage;
 
 use crate::{
-    Backend, Call, Error, Following, GradStore, Param, ParamStore, Result, TensorType, Value,
+    Backend, Call, Error, Following, GradStore, Param, ParamStore, RelativeBias, Result,
+    TensorType, Value,
     kernels::{Threads, Units},
     value::MemoryMeter,
 };
@@ -175,9 +176,10 @@ impl Backend for Candle {
         &self,
         call: Call<'_>,
         operands: [Value; 3],
+        bias: Option<&RelativeBias>,
         sequences: &mut [Following<'_>],
     ) -> Result<Value> {
-        attention::attend(self, call, &operands, sequences)
+        attention::attend(self, call, (&operands, bias), sequences)
     }
 
     fn accumulate(

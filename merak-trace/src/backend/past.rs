@@ -1,7 +1,8 @@
 //! Attention over past positions.
 
 use super::{Backend, Call};
-use crate::{Op, Result, TensorType, Value};
+use crate::{Op, Result, TensorType, Value, op::RelativeBuckets};
+use merak_mpu::DType;
 use std::{any::Any, fmt};
 
 /// Keys and values of the past positions of one sequence at one attention, in memory of the
@@ -59,10 +60,32 @@ impl fmt::Debug for Past {
 /// The next positions of a sequence, and its past.
 #[derive(Debug)]
 pub struct Following<'a> {
-    /// Number of next positions, at least one.
-    pub positions: usize,
-    /// Past positions.
+    /// Number of next queries, at least one.
+    pub queries: usize,
+    /// Number of next keys.
+    pub keys: usize,
+    /// Keys and values before them.
     pub past: &'a mut Past,
+}
+
+/// A bias of an attention's scores by the distance of query and key.
+#[derive(Debug)]
+pub struct RelativeBias {
+    /// `[buckets, heads]`.
+    pub table: Value,
+    /// The rows of the table for distances; the lengths are not those of the sequences.
+    pub buckets: RelativeBuckets,
+}
+
+impl RelativeBias {
+    /// The rows of the table for the last queries of a sequence and all its keys.
+    pub fn between(&self, q_len: usize, k_len: usize) -> RelativeBuckets {
+        RelativeBuckets {
+            q_len,
+            k_len,
+            ..self.buckets
+        }
+    }
 }
 
 /// [`Backend::attend`] by operations that every backend has: it joins past and new positions of
@@ -71,9 +94,9 @@ pub(super) fn attend<B: Backend + ?Sized>(
     backend: &B,
     call: Call<'_>,
     operands: [Value; 3],
+    bias: Option<&RelativeBias>,
     sequences: &mut [Following<'_>],
 ) -> Result<Value> {
-    let lengths: Vec<_> = sequences.iter().map(|next| next.positions).collect();
     let run = |op: &Op, results: &[TensorType], inputs| {
         backend.run(
             Call {
@@ -84,20 +107,18 @@ pub(super) fn attend<B: Backend + ?Sized>(
             inputs,
         )
     };
-    let split = |value: Value| {
-        let types: Vec<_> = lengths
+    let split = |value: Value, sizes: &[usize]| {
+        let types: Vec<_> = sizes
             .iter()
             .map(|&len| value.ty().with_dim(1, len))
             .collect();
-        let split = Op::Split {
-            dim: 1,
-            sizes: lengths.clone(),
-        };
-        run(&split, &types, vec![value])
+        let sizes = sizes.to_vec();
+        run(&Op::Split { dim: 1, sizes }, &types, vec![value])
     };
     let join = |past: &mut Option<Value>, new: Value| {
         let all = match past.take() {
             None => new,
+            Some(past) if new.ty().shape[1] == 0 => past,
             Some(past) => {
                 let positions = past.ty().shape[1] + new.ty().shape[1];
                 let ty = new.ty().with_dim(1, positions);
@@ -107,16 +128,25 @@ pub(super) fn attend<B: Backend + ?Sized>(
         Ok::<_, crate::Error>(past.insert(all).clone())
     };
     let [queries, keys, values] = operands;
-    let (queries, keys, values) = (split(queries)?, split(keys)?, split(values)?);
+    let of_queries: Vec<_> = sequences.iter().map(|next| next.queries).collect();
+    let of_keys: Vec<_> = sequences.iter().map(|next| next.keys).collect();
+    let queries = split(queries, &of_queries)?;
+    let (keys, values) = (split(keys, &of_keys)?, split(values, &of_keys)?);
     let own = queries.into_iter().zip(keys).zip(values);
-    let mut outs = Vec::with_capacity(lengths.len());
+    let mut outs = Vec::with_capacity(sequences.len());
     for (((query, key), value), next) in own.zip(&mut *sequences) {
         let [past_keys, past_values] = next.past.store::<[Option<Value>; 2]>();
         let types = [
-            call.results[0].with_dim(1, next.positions),
-            call.results[1].with_dim(2, next.positions),
+            call.results[0].with_dim(1, next.queries),
+            call.results[1].with_dim(2, next.queries),
         ];
-        let inputs = vec![query, join(past_keys, key)?, join(past_values, value)?];
+        let mut inputs = vec![query, join(past_keys, key)?, join(past_values, value)?];
+        if let Some(bias) = bias {
+            let buckets = bias.between(next.queries, inputs[1].ty().shape[1]);
+            let ty = TensorType::new([buckets.q_len, buckets.k_len], DType::I64);
+            inputs.push(bias.table.clone());
+            inputs.extend(run(&Op::RelativeBuckets(buckets), &[ty], Vec::new())?);
+        }
         outs.push(run(call.op, &types, inputs)?.swap_remove(0));
     }
     let joined = run(&Op::Concat { dim: 1 }, &call.results[..1], outs)?;

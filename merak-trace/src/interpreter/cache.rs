@@ -1,19 +1,23 @@
 //! Sequences that pass piece by piece, with the keys and values of their attentions.
 
+mod attended;
+
 use super::{Batch, Forwarded, Frame, Interpreter, Params};
 use crate::{
-    Call, Error, Following, NodeId, Op, Past, Result, RunContext, TensorType, Value, ValueId,
-    op::Class,
+    Call, Error, NodeId, Op, Past, Result, RunContext, TensorType, Value, ValueId, op::Class,
 };
 use merak_mpu::DType;
 use std::collections::BTreeMap;
 
 /// Keys and values of the positions that have passed, for each sequence and each attention of a
-/// stage of a causal model.
+/// stage of a model that generates.
 ///
 /// A prompt passes once and fills it; then one position at a time passes, and every attention sees
 /// the keys before it too. Sequences come and go, and have lengths of their own. A rank of the
 /// tensor axis keeps the keys and values of its own heads, a stage those of its own layers.
+///
+/// Of an encoder-decoder, the positions of a sequence are the decoder's. The encoder's pass with
+/// the first of them, and each attention to the encoder's output keeps its keys and values of them.
 ///
 /// # Shapes
 /// After `n` positions, keys and values of a sequence are `[n, kv_heads * head_dim]`.
@@ -37,11 +41,21 @@ struct Passed {
 pub struct Continuation<'a> {
     /// Holds the positions before these; these are added to it.
     pub cache: &'a mut KvCache,
-    /// The sequences, by the numbers that the caller gave them, and how many positions of each
-    /// follow.
-    pub sequences: &'a [(u64, usize)],
+    /// What passes of each sequence.
+    pub pieces: &'a [Piece],
     /// Set if only some of the positions are needed after the last attention.
     pub tail: Option<Tail<'a>>,
+}
+
+/// The next positions of one sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// The number that the caller gave the sequence.
+    pub sequence: u64,
+    /// How many positions follow, at least one; in a model with an encoder, of the decoder.
+    pub positions: usize,
+    /// The positions of its encoder: all of them in the first piece of a sequence, none later.
+    pub source: usize,
 }
 
 /// The rest of a stage for some of the positions.
@@ -99,13 +113,14 @@ impl KvCache {
 
 impl Interpreter {
     /// Runs the forward of the positions that follow in some sequences, and adds them to the cache.
-    /// The program is an inference program for a single sequence of this number of positions.
-    /// Values that are sent or output belong to the tail's positions, if there is a tail. Otherwise
-    /// as [`Interpreter::forward`].
+    /// The program is an inference program for a single sequence of this number of positions,
+    /// without padding. Values that are sent or output belong to the tail's positions, if there is
+    /// a tail. Otherwise as [`Interpreter::forward`].
     ///
     /// # Errors
-    /// As for [`Interpreter::forward`], and when an attention is not causal or hides or biases
-    /// keys, or positions are counted from masks or documents; the cache then loses the sequences.
+    /// As for [`Interpreter::forward`], and when an attention has other positions than the pieces
+    /// or hides keys, or positions are counted from masks or documents; the cache then loses the
+    /// sequences.
     pub fn forward_cached(
         &self,
         params: &dyn Params,
@@ -116,17 +131,17 @@ impl Interpreter {
     ) -> Result<Forwarded> {
         let Continuation {
             cache,
-            sequences,
+            pieces,
             tail,
         } = next;
-        let mut passed: Vec<_> = sequences
+        let mut passed: Vec<_> = pieces
             .iter()
-            .map(|(sequence, _)| cache.sequences.remove(sequence).unwrap_or_default())
+            .map(|piece| cache.sequences.remove(&piece.sequence).unwrap_or_default())
             .collect();
         let positions: Vec<usize> = passed
             .iter()
-            .zip(sequences)
-            .flat_map(|(passed, (_, len))| passed.positions..passed.positions + len)
+            .zip(pieces)
+            .flat_map(|(passed, piece)| passed.positions..passed.positions + piece.positions)
             .collect();
         let mut frame = self.begin(batch, received, context)?;
         let (nodes, mut attentions) = (&self.program.forward, 0);
@@ -139,15 +154,17 @@ impl Interpreter {
             None => nodes.len(),
         };
         for &node in &nodes[..own] {
-            if self.op(node).class() == Class::Attention {
-                let with = (attentions, sequences, &mut passed[..]);
+            if self.is_empty(node) {
+                self.skip(&mut frame, params, node)?;
+            } else if is_attention(&node) {
+                let with = (attentions, pieces, &mut passed[..]);
                 self.attend(&mut frame, params, node, with)?;
-                attentions += 1;
             } else if self.op(node).class() == Class::Source {
                 self.source(&mut frame, params, node, &positions)?;
             } else {
                 self.step(&mut frame, params, node)?;
             }
+            attentions += usize::from(is_attention(&node));
         }
         let forwarded = match tail {
             None => self.end(frame, params)?,
@@ -162,15 +179,30 @@ impl Interpreter {
                 interpreter.end(frame, params)?
             }
         };
-        for ((sequence, len), mut passed) in sequences.iter().zip(passed) {
-            passed.positions += len;
-            cache.sequences.insert(*sequence, passed);
+        for (piece, mut passed) in pieces.iter().zip(passed) {
+            passed.positions += piece.positions;
+            cache.sequences.insert(piece.sequence, passed);
         }
         Ok(forwarded)
     }
 
     fn op(&self, node: NodeId) -> &Op {
         &self.program.graph.node(node).op
+    }
+
+    /// Whether a node has nothing to compute, as those of an encoder that has passed.
+    fn is_empty(&self, node: NodeId) -> bool {
+        let types = &self.result_types[node.index()];
+        types.iter().all(|ty| ty.numel() == 0)
+    }
+
+    /// Goes past a node without elements. It reads what it would, so that others find their turn.
+    fn skip(&self, frame: &mut Frame, params: &dyn Params, id: NodeId) -> Result<()> {
+        self.operands(frame, params, id)?;
+        let types = self.result_types[id.index()].iter();
+        let empty = types.map(|ty| self.backend.from_bytes(ty, &[]));
+        self.keep(frame, id, empty.collect::<Result<_>>()?);
+        Ok(())
     }
 
     /// Runs a source. Those that depend on the place in a sequence count from its positions that
@@ -185,6 +217,12 @@ impl Interpreter {
         match self.op(id) {
             Op::Positions { first, .. } => self.place(frame, id, *first, positions),
             Op::Zeros { .. } => self.step(frame, params, id),
+            // Each sequence has its own distances, which its attention works out.
+            Op::RelativeBuckets(_) => {
+                let none = TensorType::new([0], DType::I64);
+                self.keep(frame, id, vec![self.backend.from_bytes(&none, &[])?]);
+                Ok(())
+            }
             other => Err(Error::Backend {
                 node: self.call(id, &frame.context).name.to_owned(),
                 reason: format!(
@@ -207,49 +245,6 @@ impl Interpreter {
         let ty = &self.result_types[id.index()][0];
         let value = self.backend.from_bytes(ty, &bytes)?;
         self.keep(frame, id, vec![value]);
-        Ok(())
-    }
-
-    /// Runs an attention over past keys and values and its own.
-    fn attend(
-        &self,
-        frame: &mut Frame,
-        params: &dyn Params,
-        id: NodeId,
-        (attention, sequences, passed): (usize, &[(u64, usize)], &mut [Passed]),
-    ) -> Result<()> {
-        let operands = self.operands(frame, params, id)?;
-        let context = frame.context;
-        let call = self.call(id, &context);
-        // Masks and biases of an attention cover whole sequences, which pass in pieces here.
-        let causal = matches!(call.op, Op::Attention(spec) if spec.causal);
-        let (true, Ok([query, key, value])) = (causal, <[Value; 3]>::try_from(operands)) else {
-            return Err(Error::Backend {
-                node: call.name.to_owned(),
-                reason:
-                    "keeps no keys and values: only causal attention without further operands does"
-                        .to_owned(),
-            });
-        };
-        let bytes = key.ty().size_bytes() + value.ty().size_bytes();
-        let all = key.ty().shape[1].max(1);
-        let following = passed
-            .iter_mut()
-            .zip(sequences)
-            .map(|(passed, &(_, positions))| {
-                passed.bytes += bytes / all * positions;
-                let pasts = &mut passed.pasts;
-                pasts.resize_with(pasts.len().max(attention + 1), Past::default);
-                Following {
-                    positions,
-                    past: &mut pasts[attention],
-                }
-            });
-        let mut following: Vec<_> = following.collect();
-        let out = self
-            .backend
-            .attend(call, [query, key, value], &mut following)?;
-        self.keep(frame, id, vec![out]);
         Ok(())
     }
 

@@ -75,8 +75,8 @@ struct Stack<'a> {
     model: &'a T5,
     name: &'static str,
     layers: usize,
-    /// Mask of the tokens that the encoder sees.
-    seen: &'a Symbol,
+    /// Mask of the tokens that the encoder sees, if some may be hidden.
+    seen: Option<&'a Symbol>,
     /// The encoder's output, in the decoder.
     encoded: Option<&'a Symbol>,
 }
@@ -164,26 +164,34 @@ impl T5 {
             .swap_remove(0))
     }
 
-    /// Attention of `x` to `memory`; `table` is the parameter of a bias by relative position.
+    /// Attention of `x` to `memory`, to the keys of `kind` that are `seen`; `bias` is a table of
+    /// biases and what its rows stand for.
     fn attention(
         &self,
         attn: &Module,
         [x, memory]: [&Symbol; 2],
-        terms: AttentionTerms<'_>,
-        causal: bool,
+        (seen, bias): (Option<&Symbol>, Option<(&Symbol, RelativeBuckets)>),
+        kind: Attention,
     ) -> Result<Symbol> {
         let inner = self.num_heads * self.d_kv;
         let q = self.linear(&attn.sub("q"), x, inner, self.d_model * self.d_kv)?;
         let k = self.linear(&attn.sub("k"), memory, inner, self.d_model)?;
         let v = self.linear(&attn.sub("v"), memory, inner, self.d_model)?;
+        // Beside its use, so that no cut comes between them.
+        let index = bias.map(|(_, buckets)| attn.relative_buckets(buckets));
+        let index = index.transpose()?;
+        let terms = AttentionTerms {
+            seen,
+            bias: bias
+                .zip(index.as_ref())
+                .map(|((table, _), index)| [table, index]),
+        };
         let spec = Attention {
             heads: self.num_heads,
             kv_heads: self.num_heads,
             head_dim: self.d_kv,
             scale: 1.0,
-            causal,
-            window: None,
-            ..Attention::default()
+            ..kind
         };
         let mixed = attn.attention_with([&q, &k, &v], terms, &spec, self.dropout)?;
         self.linear(&attn.sub("o"), &mixed, self.d_model, inner)
@@ -233,13 +241,14 @@ impl Stack<'_> {
         let mut next = 1;
         if let Some(encoded) = self.encoded {
             let layer = block.sub("layer.1");
-            let terms = AttentionTerms {
-                seen: Some(self.seen),
-                bias: None,
+            let kind = Attention {
+                cross: true,
+                ..Attention::default()
             };
             x = self.residual(&layer, &x, |normed| {
                 let attn = layer.sub("EncDecAttention");
-                self.model.attention(&attn, [normed, encoded], terms, false)
+                self.model
+                    .attention(&attn, [normed, encoded], (self.seen, None), kind)
             })?;
             next = 2;
         }
@@ -275,12 +284,13 @@ impl Stack<'_> {
             model.init(model.d_model),
             ParamRole::Embedding,
         )?;
-        let index = attn.relative_buckets(model.buckets(len, len, !is_decoder))?;
-        let terms = AttentionTerms {
-            seen: (!is_decoder).then_some(self.seen),
-            bias: Some([&table, &index]),
+        let seen = self.seen.filter(|_| !is_decoder);
+        let bias = Some((&table, model.buckets(len, len, !is_decoder)));
+        let kind = Attention {
+            causal: is_decoder,
+            ..Attention::default()
         };
-        model.attention(attn, [x, x], terms, is_decoder)
+        model.attention(attn, [x, x], (seen, bias), kind)
     }
 }
 
@@ -306,25 +316,29 @@ impl Model for T5 {
         &[("attention_mask", 1)]
     }
 
-    /// Inputs are `input_ids` and `attention_mask: [B, S] i64`, `decoder_input_ids: [B, T] i64`
-    /// (the labels moved one to the right) and, for a loss, `labels: [B, T] i64`.
+    /// Inputs are `input_ids` and, where there may be padding, `attention_mask: [B, S] i64`,
+    /// `decoder_input_ids: [B, T] i64` (the labels moved one to the right) and, for a loss,
+    /// `labels: [B, T] i64`.
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
         let target = options.target_seq.unwrap_or(options.seq);
-        // Relative positions have no end.
-        check_seq(options.seq.min(target), usize::MAX, "n_positions")?;
+        // Relative positions have no end. The encoder may have passed before.
+        let shortest = if options.unpadded {
+            target
+        } else {
+            options.seq.min(target)
+        };
+        check_seq(shortest, usize::MAX, "n_positions")?;
         fx::trace(options.dtype, |root| {
             let ids =
                 |name, len| root.input(name, TensorType::new([options.batch, len], DType::I64));
-            let (tokens, seen) = (
-                ids("input_ids", options.seq),
-                ids("attention_mask", options.seq),
-            );
+            let tokens = ids("input_ids", options.seq);
+            let seen = (!options.unpadded).then(|| ids("attention_mask", options.seq));
             let decoder_tokens = ids("decoder_input_ids", target);
             let encoder = Stack {
                 model: self,
                 name: "encoder",
                 layers: self.encoder_layers,
-                seen: &seen,
+                seen: seen.as_ref(),
                 encoded: None,
             };
             let (x, table) = self.embed(root, &tokens)?;

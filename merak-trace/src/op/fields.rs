@@ -233,6 +233,10 @@ pub struct Attention {
     pub causal: bool,
     /// With a sliding window, how many keys a query sees, its own included.
     pub window: Option<usize>,
+    /// Whether the keys are those of another sequence than the queries: a decoder looks at what an
+    /// encoder made.
+    #[serde(default)]
+    pub cross: bool,
     /// Whether a query sees only keys of its own document: `seen` has an id for each position, and
     /// a run of equal ids is a document. An id of 0 hides nothing then.
     #[serde(default)]

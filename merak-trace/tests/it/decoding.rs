@@ -2,8 +2,8 @@
 
 use crate::support::{backends, context, numbers, params, value};
 use merak_trace::{
-    Batch, Continuation, Interpreter, KvCache, RunContext, SharedBackend, SingleRank, StageCuts,
-    StageProgram, Tail,
+    Batch, Continuation, Interpreter, KvCache, Piece, RunContext, SharedBackend, SingleRank,
+    StageCuts, StageProgram, Tail,
     models::{self, Head, TraceOptions, Visible},
 };
 use serde_json::{Value as Json, json};
@@ -15,12 +15,23 @@ const LENGTHS: [usize; 3] = [7, 4, 8];
 /// The length by which positions are scaled, in models that scale them.
 const CONTEXT: usize = 8;
 
-/// A model's forward for one sequence of `len` positions.
-fn interpreter(backend: &SharedBackend, config: &Json, len: usize) -> Interpreter {
+/// What the encoder reads for each sequence, in models that have one.
+const SOURCES: [usize; 3] = [3, 1, 5];
+
+/// A model's forward for one sequence of `len` positions; of as many behind those of the encoder,
+/// if there is one.
+fn interpreter(
+    backend: &SharedBackend,
+    config: &Json,
+    len: usize,
+    source: Option<usize>,
+) -> Interpreter {
     let model = models::from_config(config).expect("a valid configuration");
     let options = TraceOptions {
         context: Some(CONTEXT),
-        ..TraceOptions::training(1, len).with_head(Head::Logits)
+        target_seq: Some(len),
+        unpadded: true,
+        ..TraceOptions::training(1, source.unwrap_or(len)).with_head(Head::Logits)
     };
     let graph = model.trace(&options).expect("it traces");
     let program = StageProgram::inference(&graph, &StageCuts::whole(&graph), 0);
@@ -41,30 +52,51 @@ fn pass(
     cache: Option<&mut KvCache>,
     at: Option<&[usize]>,
 ) -> Vec<Vec<f64>> {
-    let ids: Vec<_> = pieces
-        .iter()
-        .flat_map(|(sequence, range)| range.clone().map(|position| token(*sequence, position)))
-        .collect();
-    let runner = interpreter(backend, config, ids.len());
+    let tokens = |pieces: &[(usize, std::ops::Range<usize>)]| -> Vec<f64> {
+        let of_piece = |(sequence, range): &(usize, std::ops::Range<usize>)| -> Vec<_> {
+            let range = range.clone();
+            range.map(|position| token(*sequence, position)).collect()
+        };
+        pieces.iter().flat_map(of_piece).collect()
+    };
+    // The encoder reads the same numbers as the decoder, in other lengths.
+    let has_encoder = config["model_type"] == "t5";
+    let source = |(sequence, range): &(usize, std::ops::Range<usize>)| {
+        let is_first = has_encoder && range.start == 0;
+        (*sequence, 0..if is_first { SOURCES[*sequence] } else { 0 })
+    };
+    let sources: Vec<_> = pieces.iter().map(source).collect();
+    let (ids, encoded) = (tokens(pieces), tokens(&sources));
+    let of_encoder = has_encoder.then_some(encoded.len());
+    let runner = interpreter(backend, config, ids.len(), of_encoder);
     let params = params(backend, &runner.program().graph);
-    let port = &runner.program().inputs[0];
-    let ty = runner.program().graph.ty(port.value);
-    let batch = Batch::from([(port.name.clone(), value(backend, ty, &ids))]);
+    let inputs = runner.program().inputs.iter().map(|port| {
+        let ty = runner.program().graph.ty(port.value);
+        let is_encoders = has_encoder && port.name == "input_ids";
+        let numbers = if is_encoders { &encoded } else { &ids };
+        (port.name.clone(), value(backend, ty, numbers))
+    });
+    let batch: Batch = inputs.collect();
     let context = RunContext {
         training: false,
         ..context()
     };
-    let tail = at.map(|at| interpreter(backend, config, at.len()));
+    let tail = at.map(|at| interpreter(backend, config, at.len(), of_encoder));
     let forwarded = match cache {
         None => runner.forward(&params.views, &batch, Vec::new(), context),
         Some(cache) => {
-            let sequences: Vec<_> = pieces
+            let pieces = pieces
                 .iter()
-                .map(|(sequence, range)| (*sequence as u64, range.len()))
-                .collect();
+                .zip(&sources)
+                .map(|((sequence, range), source)| Piece {
+                    sequence: *sequence as u64,
+                    positions: range.len(),
+                    source: source.1.len(),
+                });
+            let pieces: Vec<_> = pieces.collect();
             let next = Continuation {
                 cache,
-                sequences: &sequences,
+                pieces: &pieces,
                 tail: tail.as_ref().zip(at).map(|(interpreter, positions)| Tail {
                     interpreter,
                     positions,
@@ -100,8 +132,11 @@ fn sequences_that_pass_in_pieces_and_together_give_the_logits_of_each_alone_and_
         "short_factor": [1, 1, 1], "long_factor": [1, 2, 4] }),
     );
     long["max_position_embeddings"] = 16.into();
+    // Sequences reach the last bucket.
+    let t5 = json!({ "model_type": "t5", "vocab_size": VOCAB, "d_model": 12, "d_kv": 4, "d_ff": 20, "num_layers": 2,
+        "num_heads": 3, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6 });
     for backend in backends(1) {
-        for config in [&llama, &gpt2, &mistral, &dynamic, &long] {
+        for config in [&llama, &gpt2, &mistral, &dynamic, &long, &t5] {
             check(&backend, config);
         }
     }
@@ -135,13 +170,23 @@ fn check(backend: &SharedBackend, config: &Json) {
     for (sequence, len) in LENGTHS.into_iter().enumerate() {
         assert_eq!(cache.positions(sequence as u64), len);
     }
-    let heads = config["num_key_value_heads"].as_u64().unwrap_or(3) as usize;
-    let width = 12 / config["n_head"].as_u64().unwrap_or(2) as usize * heads;
-    let positions: usize = LENGTHS.iter().sum();
-    assert_eq!(cache.size_bytes(), 2 * 2 * positions * width * 4);
+    // Of two layers, and of the decoder's again for what the encoder read.
+    let width = if config["num_key_value_heads"] == 1 {
+        6
+    } else {
+        12
+    };
+    let bytes = |lengths: &[usize]| 2 * 2 * lengths.iter().sum::<usize>() * width * 4;
+    let sources = if config["model_type"] == "t5" {
+        SOURCES
+    } else {
+        [0; 3]
+    };
+    assert_eq!(cache.size_bytes(), bytes(&LENGTHS) + bytes(&sources));
     cache.remove(1);
     assert_eq!(cache.positions(1), 0);
-    assert_eq!(cache.size_bytes(), 2 * 2 * 15 * width * 4);
+    let left = bytes(&[LENGTHS[0], LENGTHS[2]]) + bytes(&[sources[0], sources[2]]);
+    assert_eq!(cache.size_bytes(), left);
 
     let pieces = [(0, 0..3), (1, 0..4), (2, 0..5)];
     let newest = [2, 6, 11];
@@ -192,7 +237,11 @@ fn positions_that_are_counted_in_documents_do_not_pass_in_pieces() {
         });
         let next = Continuation {
             cache: &mut KvCache::default(),
-            sequences: &[(0, 3)],
+            pieces: &[Piece {
+                sequence: 0,
+                positions: 3,
+                source: 0,
+            }],
             tail: None,
         };
         let batch: Batch = inputs.collect();

@@ -68,6 +68,7 @@ const ATTENTION: Attention = Attention {
     scale: 0.7,
     causal: false,
     window: None,
+    cross: false,
     documents: false,
     queries: None,
     keys: Keys::All,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 pub enum ForwardOutput {
     /// The loss.
     Loss,
-    /// The logits; no labels are read.
+    /// The logits, in a generation, whose sequences have no padding; no labels are read.
     Logits,
     /// The loss, then the logits that it is made of.
     LossAndLogits,

@@ -9,8 +9,8 @@ use crate::{
 use merak_mpu::{DType, Message, Packet};
 use merak_pipe::{Action, StageModule};
 use merak_trace::{
-    Continuation, Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Phase, Port,
-    RunContext, StageProgram, Tail, TensorType, Value,
+    Continuation, Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Phase, Piece,
+    Port, RunContext, StageProgram, Tail, TensorType, Value,
 };
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -43,10 +43,10 @@ pub(crate) struct Decoded<'a> {
     pub(crate) last_attention: usize,
     /// For each stage of the rank, the keys and values of earlier positions.
     pub(crate) caches: &'a mut [KvCache],
-    /// The sequences and how many positions of each pass.
-    pub(crate) sequences: Vec<(u64, usize)>,
+    /// What passes of each sequence.
+    pub(crate) pieces: &'a [Piece],
     /// The last position of each.
-    pub(crate) newest: Vec<usize>,
+    pub(crate) newest: &'a [usize],
 }
 
 impl Decoded<'_> {
@@ -63,10 +63,10 @@ impl Decoded<'_> {
         let tail = tails.filter(|_| number == self.last_attention);
         Continuation {
             cache: &mut self.caches[index],
-            sequences: &self.sequences,
+            pieces: self.pieces,
             tail: tail.map(|tails| Tail {
                 interpreter: &tails[index],
-                positions: &self.newest,
+                positions: self.newest,
             }),
         }
     }

@@ -1,7 +1,6 @@
 //! Text generation: prompts pass the pipeline once, and every token after them in a short pass.
 
 mod decoding;
-mod encoded;
 mod programs;
 mod search;
 mod stop_strings;
@@ -12,7 +11,6 @@ use self::{decoding::Generation, search::Search};
 use super::{MerakTrainer, link};
 use crate::error::{Error, Result};
 use merak_ckpt::{Completion, GenerateOptions, NewToken};
-use merak_trace::models::Objective;
 use std::ops::{ControlFlow, Range};
 
 impl MerakTrainer {
@@ -29,7 +27,8 @@ impl MerakTrainer {
     ///
     /// With several beams the likeliest continuation of a beam search is returned, and `on_token`
     /// of [`MerakTrainer::generate_with`] sees nothing. Of an encoder-decoder, prompts are what the
-    /// encoder reads, and whole sequences pass for each token.
+    /// encoder reads, once for all tokens, and the decoder's sequences begin with
+    /// `decoder_start_token_id`.
     ///
     /// # Communication
     /// Per token the pipeline's forward hops for each group of prompts, and the tokens from the
@@ -75,20 +74,15 @@ impl MerakTrainer {
         let limit = options.seq_length.unwrap_or(longest);
         GenerateOptions {
             // Relative positions of a decoder beside an encoder have no end.
-            seq_length: (!self.has_encoder()).then_some(limit.min(longest)),
+            seq_length: (!self.stages.plan.has_encoder()).then_some(limit.min(longest)),
             ..options.clone()
         }
-    }
-
-    /// Whether an encoder reads the prompts and a decoder writes the texts.
-    fn has_encoder(&self) -> bool {
-        self.stages.plan.draft.model.objective() == Objective::SequenceToSequence
     }
 
     /// The sequences that grow, before the first token: the prompts, or those of a decoder beside
     /// an encoder.
     fn search(&self, prompts: &[Vec<u32>], options: &GenerateOptions) -> Result<Search> {
-        if !self.has_encoder() {
+        if !self.stages.plan.has_encoder() {
             return Search::new(prompts, options);
         }
         let numbered = (options.first_prompt..).zip(prompts);
@@ -131,7 +125,7 @@ impl MerakTrainer {
         };
         let prompts = &prompts[own];
         let search = self.search(prompts, &options)?;
-        let has_encoder = self.has_encoder();
+        let has_encoder = self.stages.plan.has_encoder();
         let sources = has_encoder.then_some((options.first_prompt, prompts));
         let held = self.stages.hold_params()?;
         // Replicas make different numbers of passes, so no turn is that of several.

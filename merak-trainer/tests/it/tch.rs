@@ -4,8 +4,10 @@ mod amp; // weights of f32, and operations in 16 bits
 mod f16; // the loss scale
 mod state; // what a rank keeps, and where
 
+use merak_ckpt::GenerateOptions;
+
 use crate::{
-    laws::{agreement, families, generation, narrow},
+    laws::{agreement, encoders, families, generation, narrow},
     support::{Case, assert_close_losses, assert_close_tensors, numbers},
 };
 
@@ -138,7 +140,11 @@ fn a_resumed_run_equals_the_unbroken_one_and_goes_on_on_the_other_backend() {
 #[test]
 fn cached_generation_gives_the_tokens_of_the_default_backend() {
     let (prompts, greedy) = generation::greedy();
-    for case in [Case::gpt2(), Case::llama()] {
+    let greedy = GenerateOptions {
+        decoder_start_token_id: Some(0),
+        ..greedy
+    };
+    for case in [Case::gpt2(), Case::llama(), encoders::translation()] {
         let narrow = on_tch(&case).with("fp16", true);
         assert_eq!(
             generation::generate(&narrow, &prompts, &greedy).len(),

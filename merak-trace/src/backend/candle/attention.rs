@@ -5,7 +5,7 @@ use super::{
     run::{Node, Number, Results},
 };
 use crate::{
-    Call, Following, Op, Result, TensorType, Value,
+    Call, Following, Op, RelativeBias, Result, TensorType, Value,
     kernels::{
         self, AttentionDropout, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec,
         MatMut, Newest, Strided,
@@ -13,7 +13,7 @@ use crate::{
     op::{self, AttentionOptions},
 };
 use merak_mpu::{DType, Element};
-use std::{iter, ops::Range};
+use std::{iter, ops::Range, sync::Arc};
 
 /// Terms added to the scores of an attention, as numbers.
 struct Terms<T> {
@@ -25,25 +25,25 @@ struct Terms<T> {
     bias: Option<Vec<T>>,
 }
 
-/// Keys and values of a sequence, `[n, kv_heads*D]` each.
+/// Keys and values of a sequence, `[n, kv_heads*D]` each. Copies share them until one grows.
 #[derive(Clone, Default)]
 struct Kept<T> {
-    keys: Vec<T>,
-    values: Vec<T>,
+    keys: Arc<Vec<T>>,
+    values: Arc<Vec<T>>,
 }
 
 /// Attention that includes past positions.
 pub(super) fn attend(
     backend: &Candle,
     call: Call<'_>,
-    operands: &[Value; 3],
+    operands: (&[Value; 3], Option<&RelativeBias>),
     sequences: &mut [Following<'_>],
 ) -> Result<Value> {
     let node = Node { backend, call };
     match (call.op, call.results[0].dtype) {
         (Op::Attention(spec), DType::F32) => node.attend::<f32>(spec, operands, sequences),
         (Op::Attention(spec), DType::F64) => node.attend::<f64>(spec, operands, sequences),
-        _ => Err(node.unsupported(operands)),
+        _ => Err(node.unsupported(operands.0)),
     }
 }
 
@@ -52,7 +52,7 @@ impl Node<'_> {
     fn attend<T: Number>(
         &self,
         spec: &op::Attention,
-        operands: &[Value; 3],
+        (operands, bias): (&[Value; 3], Option<&RelativeBias>),
         sequences: &mut [Following<'_>],
     ) -> Result<Value> {
         let [q, k, v] = operands.each_ref().map(elements::<T>);
@@ -66,22 +66,26 @@ impl Node<'_> {
         let dim = spec.shape.head_dim;
         let (width, kv_width) = (spec.shape.q_heads * dim, spec.shape.kv_heads * dim);
         let mut out = self.out::<T>(0);
-        let (mut rest, mut first) = (&mut out[..], 0);
-        let mut newest = Vec::new();
+        let (mut rest, mut q, mut k, mut v) = (&mut out[..], &q[..], &k[..], &v[..]);
+        let (mut newest, mut longest) = (Vec::new(), 0);
         for next in sequences {
-            let rows = first..first + next.positions;
-            let own = rows.start * kv_width..rows.end * kv_width;
             let kept = next.past.store::<Kept<T>>();
-            kept.keys.extend_from_slice(&k[own.clone()]);
-            kept.values.extend_from_slice(&v[own]);
-            let query = &q[rows.start * width..rows.end * width];
+            if next.keys > 0 {
+                let [k, v] = [&mut k, &mut v].map(|all| front(all, next.keys * kv_width));
+                Arc::make_mut(&mut kept.keys).extend_from_slice(k);
+                Arc::make_mut(&mut kept.values).extend_from_slice(v);
+            }
+            let query = front(&mut q, next.queries * width);
             let (out, others) = std::mem::take(&mut rest).split_at_mut(query.len());
-            (rest, first) = (others, rows.end);
-            let Kept {
-                keys: past_keys,
-                values: past_values,
-            } = &*kept;
-            if next.positions == 1 {
+            rest = others;
+            let (past_keys, past_values) = (&kept.keys[..], &kept.values[..]);
+            let shape = AttentionShape {
+                q_len: next.queries,
+                k_len: past_keys.len() / kv_width.max(1),
+                ..spec.shape
+            };
+            if next.queries == 1 {
+                longest = shape.k_len.max(longest);
                 newest.push(Newest {
                     query,
                     keys: past_keys,
@@ -89,24 +93,45 @@ impl Node<'_> {
                     out,
                 });
             } else {
-                let shape = AttentionShape {
-                    q_len: next.positions,
-                    k_len: past_keys.len() / kv_width.max(1),
-                    ..spec.shape
-                };
-                let spec = AttentionSpec { shape, ..spec };
-                let mut lse = vec![T::ZERO; shape.q_heads * shape.q_len];
-                let to = MatMut::new(out, shape.q_len, width);
-                let (q, k, v) = (
-                    queries(&spec, query),
-                    keys(&spec, past_keys),
-                    keys(&spec, past_values),
-                );
-                kernels::attention(&self.backend.threads, &spec, q, k, v, to, &mut lse);
+                let operands = [query, past_keys, past_values];
+                self.attend_last(AttentionSpec { shape, ..spec }, operands, bias, out)?;
             }
         }
+        // The distances of the longest sequence are those of all.
+        let shape = AttentionShape {
+            q_len: 1,
+            k_len: longest,
+            ..spec.shape
+        };
+        let bias = self.bias_between(bias, shape)?;
+        let spec = AttentionSpec {
+            bias: bias.as_ref().map(|bias| of_pairs(bias, shape)),
+            ..spec
+        };
         kernels::attention_newest(&self.backend.threads, &spec, newest);
+        self.give_back(bias)?;
         self.backend.wrap(&self.call.results[0], out)
+    }
+
+    /// `q, k, v -> out` of the last queries of a sequence, which are several.
+    fn attend_last<T: Number>(
+        &self,
+        spec: AttentionSpec<'_, T>,
+        [q, k, v]: [&[T]; 3],
+        bias: Option<&RelativeBias>,
+        out: &mut [T],
+    ) -> Result<()> {
+        let shape = spec.shape;
+        let bias = self.bias_between(bias, shape)?;
+        let spec = AttentionSpec {
+            bias: bias.as_ref().map(|bias| of_pairs(bias, shape)),
+            ..spec
+        };
+        let mut lse = vec![T::ZERO; shape.q_heads * shape.q_len];
+        let to = MatMut::new(out, shape.q_len, shape.q_heads * shape.head_dim);
+        let (q, k, v) = (queries(&spec, q), keys(&spec, k), keys(&spec, v));
+        kernels::attention(&self.backend.threads, &spec, q, k, v, to, &mut lse);
+        self.give_back(bias)
     }
 
     /// `q, k, v, (seen), (table, index) -> out, lse`.
@@ -213,12 +238,7 @@ impl Node<'_> {
         let bias = match options.table {
             Some(table) => {
                 let index = elements::<i64>(&inputs[table + 1])?;
-                let table = elements::<T>(&inputs[table])?;
-                let mut bias = self.backend.pool.take(spec.heads * index.len());
-                let threads = &self.backend.threads;
-                kernels::relative_bias(threads, spec.heads, &table, &index, &mut bias)
-                    .map_err(|e| self.kernel_error(e))?;
-                Some(bias)
+                Some(self.bias(spec.heads, &inputs[table], &index)?)
             }
             None => None,
         };
@@ -227,6 +247,28 @@ impl Node<'_> {
             documents,
             bias,
         })
+    }
+
+    /// The biases of heads from their table, for pairs of queries and keys.
+    fn bias<T: Number>(&self, heads: usize, table: &Value, index: &[i64]) -> Result<Vec<T>> {
+        let table = elements::<T>(table)?;
+        let mut bias = self.backend.pool.take(heads * index.len());
+        kernels::relative_bias(&self.backend.threads, heads, &table, index, &mut bias)
+            .map_err(|e| self.kernel_error(e))?;
+        Ok(bias)
+    }
+
+    /// The biases between the last queries of a sequence and all its keys, if there are biases.
+    fn bias_between<T: Number>(
+        &self,
+        bias: Option<&RelativeBias>,
+        shape: AttentionShape,
+    ) -> Result<Option<Vec<T>>> {
+        let of_shape = |bias: &RelativeBias| {
+            let index = bias.between(shape.q_len, shape.k_len).indices();
+            self.bias(shape.q_heads, &bias.table, &index)
+        };
+        bias.map(of_shape).transpose()
     }
 
     /// Returns temporary memory of a node to the pool.
@@ -268,12 +310,6 @@ impl Node<'_> {
             head_stride: 0,
             row_stride: 0,
         });
-        let bias = terms.bias.as_ref().map(|bias| AttentionMask {
-            data: &bias[..],
-            batch_stride: 0,
-            head_stride: shape.q_len * shape.k_len,
-            row_stride: shape.k_len,
-        });
         AttentionSpec {
             shape,
             scale: spec.scale,
@@ -282,9 +318,26 @@ impl Node<'_> {
             window: spec.window,
             documents: terms.documents.as_deref(),
             mask,
-            bias,
+            bias: terms.bias.as_ref().map(|bias| of_pairs(bias, shape)),
             dropout,
         }
+    }
+}
+
+/// Takes the first elements.
+fn front<'a, T>(all: &mut &'a [T], len: usize) -> &'a [T] {
+    let (front, rest) = all.split_at(len);
+    *all = rest;
+    front
+}
+
+/// A term `[heads, Sq, Sk]` of all samples.
+fn of_pairs<T>(data: &[T], shape: AttentionShape) -> AttentionMask<'_, T> {
+    AttentionMask {
+        data,
+        batch_stride: 0,
+        head_stride: shape.q_len * shape.k_len,
+        row_stride: shape.k_len,
     }
 }
 

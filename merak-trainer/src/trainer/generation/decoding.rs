@@ -11,11 +11,8 @@ use crate::{
 use merak_ckpt::{Completion, NewToken, Row};
 use merak_mpu::{Packet, into_vec};
 use merak_pipe::{Action, Kind, MicrobatchId, PipelineEngine, Rounds, Span, StageId, Visit};
-use merak_trace::{KvCache, Value};
-use std::{
-    ops::{ControlFlow, Range},
-    time::Instant,
-};
+use merak_trace::{KvCache, Piece, Value};
+use std::{ops::ControlFlow, time::Instant};
 
 /// Upper bound on the positions of several sequences that pass together: enough for fast products.
 const MAX_POSITIONS: usize = 512;
@@ -35,13 +32,13 @@ const TOKENS: u64 = u64::MAX;
 /// stage 2         g0 g1 g2 g0 ..
 /// ```
 pub(super) struct Generation<'a> {
-    pub(super) trainer: &'a mut MerakTrainer,
+    trainer: &'a mut MerakTrainer,
     /// What the encoder reads, by prompt, from this number on; for encoder-decoders.
-    pub(super) sources: Option<(u64, &'a [Vec<u32>])>,
+    sources: Option<(u64, &'a [Vec<u32>])>,
     /// Sequences that each prompt may have at once.
-    pub(super) sequences_per_prompt: u64,
+    sequences_per_prompt: u64,
     epoch: Instant,
-    pub(super) spans: Vec<Span>,
+    spans: Vec<Span>,
     /// The keys and values of each stage of the rank.
     caches: Vec<KvCache>,
     /// The stage with the model's last attention.
@@ -62,10 +59,11 @@ struct Group {
 
 /// The next positions of some sequences, end to end.
 #[derive(Debug)]
-pub(super) struct Pass {
-    /// The sequences and how many positions of each pass.
-    pub(super) sequences: Vec<(u64, usize)>,
-    pub(super) ids: Vec<i64>,
+struct Pass {
+    pieces: Vec<Piece>,
+    ids: Vec<i64>,
+    /// What an encoder reads.
+    sources: Vec<i64>,
     /// The last position of each sequence.
     newest: Vec<usize>,
     /// The length by which positions are scaled.
@@ -183,10 +181,7 @@ impl<'a> Generation<'a> {
             PipelineEngine::of_actions(&actions, placement, visit.rank).with_epoch(self.epoch);
         let mut words = Vec::with_capacity(group.prompts.len());
         for pass in &group.passes {
-            words.extend(match self.sources {
-                Some(_) => self.pass_encoded(&engine, pass, search)?,
-                None => self.pass(&engine, pass, search)?,
-            });
+            words.extend(self.pass(&engine, pass, search)?);
         }
         if !is_last || group.passes.is_empty() {
             return Ok(());
@@ -214,15 +209,22 @@ impl<'a> Generation<'a> {
         while !rest.is_empty() {
             let (together, others) = rest.split_at(self.fitting(rest));
             let mut pass = Pass {
-                sequences: Vec::new(),
+                pieces: Vec::new(),
                 ids: Vec::new(),
+                sources: Vec::new(),
                 newest: Vec::new(),
                 context: self.context(together[0].tokens.len()),
             };
             for row in together {
-                let next = &row.tokens[self.passed(row)..];
+                let (next, source) = (&row.tokens[self.passed(row)..], self.source(row));
                 pass.ids.extend(next.iter().map(|&token| i64::from(token)));
-                pass.sequences.push((row.prompt, next.len()));
+                pass.sources
+                    .extend(source.iter().map(|&token| i64::from(token)));
+                pass.pieces.push(Piece {
+                    sequence: row.prompt,
+                    positions: next.len(),
+                    source: source.len(),
+                });
                 pass.newest.push(pass.ids.len() - 1);
             }
             passes.push(pass);
@@ -259,7 +261,6 @@ impl<'a> Generation<'a> {
     /// and are scaled alike.
     fn fitting(&self, rows: &[Row<'_>]) -> usize {
         let longest = self.trainer.stages.plan.draft.info.max_seq;
-        // Whole sequences stand beside each other.
         let limit = match self.sources {
             Some(_) => MAX_POSITIONS,
             None => longest.min(MAX_POSITIONS),
@@ -268,7 +269,7 @@ impl<'a> Generation<'a> {
         let mut positions = 0;
         let fits = |row: &&Row<'_>| {
             positions += row.tokens.len() - self.passed(row);
-            positions += self.sources.map_or(0, |_| self.source(row.prompt).len());
+            positions += self.source(row).len();
             positions <= limit && context(row) == context(&rows[0])
         };
         rows.iter().take_while(fits).count().max(1)
@@ -280,16 +281,24 @@ impl<'a> Generation<'a> {
         cache.map_or(0, |cache| cache.positions(row.prompt))
     }
 
+    /// What an encoder has yet to read for a sequence.
+    fn source(&self, row: &Row<'_>) -> &'a [u32] {
+        match self.sources {
+            Some((first, sources)) if self.passed(row) == 0 => {
+                &sources[(row.prompt / self.sequences_per_prompt - first) as usize]
+            }
+            _ => &[],
+        }
+    }
+
     /// Passes positions through stages of this rank; the last stage returns what follows them.
     fn pass(&mut self, engine: &PipelineEngine, pass: &Pass, search: &Search) -> Result<Vec<u32>> {
-        let forward = Forward {
+        let source = self.sources.map(|_| pass.sources.len());
+        let forward = |positions| Forward {
             context: pass.context,
-            ..Forward::logits(1, pass.ids.len(), None)
+            ..Forward::next(positions, source)
         };
-        let only_newest = Forward {
-            seq: pass.newest.len(),
-            ..forward
-        };
+        let (forward, only_newest) = (forward(pass.ids.len()), forward(pass.newest.len()));
         let MerakTrainer {
             stages,
             programs,
@@ -304,12 +313,12 @@ impl<'a> Generation<'a> {
                 .transpose()?,
             last_attention: self.last_attention,
             caches: &mut self.caches,
-            sequences: pass.sequences.clone(),
-            newest: pass.newest.clone(),
+            pieces: &pass.pieces,
+            newest: &pass.newest,
         };
         let inputs = StepInputs {
             contexts: vec![stages.context(0, 0, false)],
-            batches: vec![batch(pass.ids.clone())],
+            batches: vec![batch(pass, source.is_some())],
             loss_grad: 0.0,
         };
         let mut module = StepModule::decoding(stages, decoded, inputs);
@@ -318,23 +327,16 @@ impl<'a> Generation<'a> {
         self.spans.extend(spans);
         let outputs = module.finish().outputs.into_values().next();
         match outputs {
-            Some(mut outputs) => self.choose(outputs.swap_remove(0), pass, 0..1, search),
+            Some(mut outputs) => self.choose(outputs.swap_remove(0), pass, search),
             None => Ok(Vec::new()),
         }
     }
 
-    /// What follows the sequences of a pass: of the positions of logits that each of them has, the
-    /// one at `newest.start` of `newest.end` counts.
-    pub(super) fn choose(
-        &mut self,
-        logits: Value,
-        pass: &Pass,
-        newest: Range<usize>,
-        search: &Search,
-    ) -> Result<Vec<u32>> {
-        let rows = pass.sequences.iter();
+    /// What follows the sequences of a pass.
+    fn choose(&mut self, logits: Value, pass: &Pass, search: &Search) -> Result<Vec<u32>> {
+        let rows = pass.pieces.iter();
         let rows: Vec<_> = rows
-            .filter_map(|&(sequence, _)| search.row(sequence))
+            .filter_map(|piece| search.row(piece.sequence))
             .collect();
         let backend = &self.trainer.stages.backend;
         let ty = logits.ty().clone();
@@ -342,11 +344,8 @@ impl<'a> Generation<'a> {
         let mut words = Ok(Vec::new());
         buffer.read(&mut |bytes| {
             let of_rows = bytes.chunks_exact(bytes.len() / rows.len());
-            let choose = |(row, bytes): (&Row<'_>, &[u8])| {
-                let width = bytes.len() / newest.end;
-                let own = &bytes[newest.start * width..][..width];
-                search.choose(row, &floats(ty.dtype, own))
-            };
+            let choose =
+                |(row, bytes): (&Row<'_>, &[u8])| search.choose(row, &floats(ty.dtype, bytes));
             let chosen = rows.iter().zip(of_rows).map(choose);
             words = chosen.collect::<Result<Vec<_>>>();
         });
@@ -360,25 +359,27 @@ impl<'a> Generation<'a> {
     }
 }
 
-/// One sequence of these tokens.
-fn batch(ids: Vec<i64>) -> Batch {
-    rows(1, [("input_ids", ids)])
-}
-
-/// As many rows of each of these inputs.
-pub(super) fn rows<const N: usize>(rows: usize, inputs: [(&str, Vec<i64>); N]) -> Batch {
-    let tensor = |(name, ids): (&str, Vec<i64>)| {
-        let shape = vec![rows, ids.len() / rows];
-        let tensor = SampleTensor::new(shape, ids).expect("the length is theirs");
-        (name.to_owned(), tensor)
+/// The tokens of a pass as one sequence, behind that of the encoder if there is one.
+fn batch(pass: &Pass, has_encoder: bool) -> Batch {
+    let tensor = |name: &str, ids: &[i64]| {
+        let tensor = SampleTensor::new(vec![1, ids.len()], ids.to_vec());
+        (name.to_owned(), tensor.expect("the length is theirs"))
+    };
+    let tensors = if has_encoder {
+        vec![
+            tensor("input_ids", &pass.sources),
+            tensor("decoder_input_ids", &pass.ids),
+        ]
+    } else {
+        vec![tensor("input_ids", &pass.ids)]
     };
     Batch {
         microbatch: Microbatch {
             first_position: 0,
             indices: Vec::new(),
-            rows,
+            rows: 1,
             epoch: 0,
         },
-        tensors: inputs.map(tensor).into_iter().collect(),
+        tensors: tensors.into_iter().collect(),
     }
 }

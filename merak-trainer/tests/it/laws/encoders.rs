@@ -119,6 +119,11 @@ pub(crate) fn vit(dropout: f64) -> Case {
     case.with("seq_length", 5)
 }
 
+/// An encoder-decoder.
+pub(crate) fn translation() -> Case {
+    Case::of(t5("gated-gelu", false)).with_data(Samples(Task::Translation))
+}
+
 /// Models with dropout, of every objective.
 pub(crate) fn models() -> Vec<(&'static str, Case)> {
     let case = |model, task| Case::of(model).with_data(Samples(task));
@@ -129,7 +134,7 @@ pub(crate) fn models() -> Vec<(&'static str, Case)> {
             case(bert("BertForSequenceClassification"), Task::Classes),
         ),
         ("t5", case(t5("relu", true), Task::Translation)),
-        ("gated t5", case(t5("gated-gelu", false), Task::Translation)),
+        ("gated t5", translation()),
         ("vit", vit(0.1)),
     ]
 }

@@ -4,6 +4,7 @@ use merak_ckpt::{Completion, GenerateOptions};
 use serde_json::json;
 use std::ops::ControlFlow;
 
+use super::encoders;
 use crate::support::Case;
 
 pub(crate) fn generate(
@@ -150,6 +151,7 @@ fn the_cache_changes_no_token() {
     for (family, case, ends) in [
         ("gpt2", Case::gpt2(), 3),
         ("llama", Case::llama(), 3),
+        ("t5", encoders::translation(), 3),
         // None ends before the scaling has changed.
         ("dynamic", scaled(dynamic, 8), 101),
         ("longrope", scaled(long, 16), 101),
@@ -159,6 +161,7 @@ fn the_cache_changes_no_token() {
                 max_new_tokens: 8,
                 temperature,
                 eos_token_ids: (0..101).step_by(ends).collect(),
+                decoder_start_token_id: Some(0),
                 ..GenerateOptions::default()
             };
             let without = generate(&case.clone().with("use_cache", false), &prompts, &options);

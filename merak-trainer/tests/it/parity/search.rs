@@ -110,6 +110,7 @@ fn decoders_search_as_transformers_does() {
 #[test]
 fn encoder_decoders_generate_as_transformers_does() {
     for name in ["t5", "t5-gated"] {
-        check(name, &[(1, 1, 1), (1, 2, 1), (2, 1, 2)], true);
+        check(name, &[(1, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2)], true);
+        check(name, &[(1, 1, 2)], false);
     }
 }
