@@ -1,47 +1,59 @@
-//! A run of dp 2 x tp 1 x pp 2 ranks breaks off as one of them fails, and goes on from its last
+//! A run of dp 2 x tp 1 x pp 2 ranks is killed in the middle of its steps, and goes on from its last
 //! checkpoint as another topology (merak-trainer).
 //!
 //! `cargo run -p merak-examples --example 12-resume-elsewhere [DP [TP [PP]]]`, the ranks that go
 //! on, 1, 2 and 1 by default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use merak_examples::count;
 use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
-    CheckedArguments, Error, MerakArguments, MerakTrainer, Plan, PlanInputs, TrainerParts,
+    CheckedArguments, MerakArguments, MerakTrainer, Plan, PlanInputs, TrainerParts,
     data::{TokenDataset, Tokens},
     run_world, threads_per_rank,
 };
-use std::{path::Path, sync::Arc};
+use std::{
+    env,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{Command, Stdio},
+    sync::Arc,
+};
 
 /// Samples of a step, the same for every topology.
 const GLOBAL_BATCH: usize = 8;
 const MICROBATCHES: usize = 2;
 const SAVED_AFTER: usize = 4;
-/// The steps after which rank 3 fails, as when its machine is lost.
-const FAILS_AFTER: usize = 6;
-const STEPS: i64 = 8;
+/// The step that the killed run has told of when it is killed; it goes on meanwhile.
+const KILLED_AFTER: usize = 6;
+/// The last step that is compared, of a run that would go on for long.
+const COMPARED: usize = 8;
+const STEPS: i64 = 100_000;
+/// The word before the folder of the run that is to be killed.
+const VICTIM: &str = "--run-until-killed-in";
 
 fn main() -> Result<()> {
-    let elsewhere = [count(1, "DP", 1)?, count(2, "TP", 2)?, count(3, "PP", 1)?];
     let here = [2, 1, 2];
+    if env::args().nth(1).as_deref() == Some(VICTIM) {
+        let folder = env::args_os().nth(2).context("a folder")?;
+        return losses(&arguments(here, folder.as_ref())?.check()?, None).map(drop);
+    }
+    let elsewhere = [count(1, "DP", 1)?, count(2, "TP", 2)?, count(3, "PP", 1)?];
     let folder = tempfile::tempdir()?;
-
     let undisturbed = tempfile::tempdir()?;
-    let uninterrupted = losses(&arguments(here, undisturbed.path())?.check()?, None)?;
+    let uninterrupted = losses(
+        &arguments(here, undisturbed.path())?.check()?,
+        Some(COMPARED),
+    )?;
 
-    // The other ranks end with it, in the middle of a step. Two runs then start from what it saved.
-    let Err(failure) = losses(&arguments(here, folder.path())?.check()?, Some(FAILS_AFTER)) else {
-        bail!("a rank has failed, and the run went on");
-    };
-    println!("{failure}");
-    ensure!(failure.to_string() == "rank 3 failed: its machine is lost");
+    kill_a_run_in(folder.path())?;
+    // Two runs then start from what it saved.
     let resumed = |degrees| -> Result<Vec<f64>> {
         let mut args = arguments(degrees, folder.path())?;
         args.resume_from_checkpoint = Some("latest".to_owned());
-        losses(&args.check()?, None)
+        losses(&args.check()?, Some(COMPARED))
     };
     let (same, other) = (resumed(here)?, resumed(elsewhere)?);
     println!("step  uninterrupted  resumed at {here:?}  resumed at {elsewhere:?}");
@@ -58,6 +70,25 @@ fn main() -> Result<()> {
             "another one up to the order of sums"
         );
     }
+    Ok(())
+}
+
+/// Starts this program again to train in a folder, and kills it some steps after its checkpoint.
+fn kill_a_run_in(folder: &Path) -> Result<()> {
+    let mut victim = Command::new(env::current_exe()?)
+        .arg(VICTIM)
+        .arg(folder)
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut told = victim.stdout.take().map(BufReader::new);
+    let is_due = format!("step {KILLED_AFTER}");
+    let mut lines = told.iter_mut().flat_map(BufRead::lines);
+    let is_told = lines.any(|line| line.is_ok_and(|line| line == is_due));
+    let killed = victim.kill();
+    let status = victim.wait()?;
+    killed?;
+    ensure!(is_told && !status.success(), "not killed: {status}");
+    println!("killed after {is_due} ({status})");
     Ok(())
 }
 
@@ -79,8 +110,9 @@ fn arguments([dp, tp, pp]: [usize; 3], output: &Path) -> Result<MerakArguments> 
     Ok(args)
 }
 
-/// Trains on made-up tokens, with dropout; returns the losses of the steps that were made.
-fn losses(args: &CheckedArguments, fails_after: Option<usize>) -> Result<Vec<f64>> {
+/// Trains on made-up tokens, with dropout, up to a step, and returns the losses; where there is no
+/// such step, on and on, telling each one.
+fn losses(args: &CheckedArguments, last: Option<usize>) -> Result<Vec<f64>> {
     let config = serde_json::json!({
         "model_type": "gpt2", "vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4,
         "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
@@ -97,18 +129,17 @@ fn losses(args: &CheckedArguments, fails_after: Option<usize>) -> Result<Vec<f64
             num_threads: threads_per_rank(args),
             ..TrainerParts::default()
         };
-        let rank = mpu.rank().0;
         let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
         let mut losses = Vec::new();
         // `train` does the same and tells callbacks; here the loop is ours.
-        while trainer.global_step() < trainer.total_steps() {
+        while trainer.global_step() < last.unwrap_or(trainer.total_steps()) {
             losses.push(trainer.train_step()?.loss);
-            if trainer.global_step() == args.save_steps {
+            let step = trainer.global_step();
+            if step == args.save_steps {
                 trainer.save_checkpoint()?;
             }
-            if rank == 3 && Some(trainer.global_step()) == fails_after {
-                let cause = "its machine is lost".to_owned();
-                return Err(Error::Rank { rank, cause });
+            if last.is_none() && trainer.mpu().is_rank_0() {
+                println!("step {step}");
             }
         }
         Ok(losses)
