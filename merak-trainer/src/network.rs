@@ -6,13 +6,27 @@ use crate::{
     error::Result,
     world::{World, ranks_at_once, run_on},
 };
-use merak_mpu::{Group, GroupKind, Member, Packet, ReduceOp, Topology, threads};
+use merak_mpu::{Buffer, Group, GroupKind, Member, Memory, Packet, ReduceOp, Topology, threads};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
+/// Numbers of a rank, in its host's memory or on its device.
+pub type Numbers = Box<dyn Buffer>;
+
 /// Runs an operation on a rank's numbers, and returns numbers for the next run; the last argument
-/// is a buffer that stays with the rank.
-type Run = fn(&Group, Vec<f32>, &mut Vec<f32>) -> merak_mpu::Result<Vec<f32>>;
+/// is memory that stays with the rank.
+type Run = fn(&Group, Numbers, &mut Vec<u8>) -> merak_mpu::Result<Numbers>;
+
+/// Makes so many numbers of `f32`, where a rank has those that it exchanges.
+pub type Make = dyn Fn(usize) -> merak_mpu::Result<Numbers>;
+
+/// [`Make`] in memory of the host.
+///
+/// # Errors
+/// None.
+pub fn on_host(len: usize) -> merak_mpu::Result<Numbers> {
+    Ok(Box::new(vec![1.0_f32; len]))
+}
 
 /// An operation between ranks that can be timed.
 #[derive(Debug, Clone, Copy)]
@@ -28,22 +42,22 @@ pub const EXCHANGES: [Exchange; 6] = [
     ALL_REDUCE,
     Exchange {
         name: "reduce_scatter",
-        run: |group, data, _| group.reduce_scatter_vec(data, ReduceOp::Max),
+        run: |group, data, _| group.reduce_scatter(data, ReduceOp::Max),
         share: |n| (n - 1.0) / n,
     },
     Exchange {
         name: "all_gather",
-        run: |group, data, _| group.all_gather_vec(data),
+        run: |group, data, _| group.all_gather(data),
         share: |n| n - 1.0,
     },
     Exchange {
         name: "broadcast",
-        run: |group, data, _| group.broadcast_vec(data, 0),
+        run: |group, data, _| group.broadcast(data, 0),
         share: |_| 1.0,
     },
     Exchange {
         name: "all_to_all",
-        run: |group, data, _| group.all_to_all_vec(data),
+        run: |group, data, _| group.all_to_all(data),
         share: |n| (n - 1.0) / n,
     },
     SEND_RECV,
@@ -51,18 +65,23 @@ pub const EXCHANGES: [Exchange; 6] = [
 
 const ALL_REDUCE: Exchange = Exchange {
     name: "all_reduce",
-    run: |group, data, _| group.all_reduce_vec(data, ReduceOp::Max),
+    run: |group, data, _| group.all_reduce(data, ReduceOp::Max),
     share: |n| 2.0 * (n - 1.0) / n,
 };
 
 /// Every rank sends to the next one, receives from the one before, and copies what it received into
-/// a buffer of its own: between threads a message alone is a pointer at any size.
+/// memory of its own: between threads a message alone is a pointer at any size. On a device it has
+/// come into memory of the rank.
 const SEND_RECV: Exchange = Exchange {
     name: "send_recv",
     run: |group, data, own| {
-        let received = hand_over(group, data)?;
-        own.resize(received.len(), 0.0);
-        own.copy_from_slice(&received);
+        let mut received = hand_over(group, data)?;
+        if matches!(received.memory(), Memory::Host(_)) {
+            received.read(&mut |bytes| {
+                own.resize(bytes.len(), 0);
+                own.copy_from_slice(bytes);
+            });
+        }
         Ok(received)
     },
     share: |_| 1.0,
@@ -83,7 +102,8 @@ impl Exchange {
     }
 
     /// The median time of `steps` runs on this rank, all ranks of the group starting together. Each
-    /// hands in `bytes` bytes, with the same whole number of elements for each rank.
+    /// hands in `bytes` bytes of its host's memory, with the same whole number of elements for each
+    /// rank.
     ///
     /// # Communication
     /// The runs and one more, each behind a barrier.
@@ -91,19 +111,25 @@ impl Exchange {
     /// # Errors
     /// When a rank fails.
     pub fn median(&self, group: &Group, bytes: usize, steps: usize) -> Result<Duration> {
-        Ok(median(self.times(group, bytes, steps)?))
+        Ok(median(self.times(group, bytes, steps, &on_host)?))
     }
 
     /// The median over the runs of the time of the slowest rank, the same on every rank: a sender
-    /// may be done before its bytes have arrived.
+    /// may be done before its bytes have arrived. Ranks exchange what `make` makes.
     ///
     /// # Communication
     /// As [`Exchange::median`], and an all-reduce of 8 bytes for each run.
     ///
     /// # Errors
     /// When a rank fails.
-    pub fn median_of_slowest(&self, group: &Group, bytes: usize, steps: usize) -> Result<Duration> {
-        let own = self.times(group, bytes, steps)?;
+    pub fn median_of_slowest(
+        &self,
+        group: &Group,
+        bytes: usize,
+        steps: usize,
+        make: &Make,
+    ) -> Result<Duration> {
+        let own = self.times(group, bytes, steps, make)?;
         let own = own.iter().map(Duration::as_secs_f64).collect();
         let slowest = group.all_reduce_vec(own, ReduceOp::Max)?;
         Ok(median(
@@ -112,13 +138,21 @@ impl Exchange {
     }
 
     /// The times of the runs on this rank.
-    fn times(&self, group: &Group, bytes: usize, steps: usize) -> Result<Vec<Duration>> {
+    fn times(
+        &self,
+        group: &Group,
+        bytes: usize,
+        steps: usize,
+        make: &Make,
+    ) -> Result<Vec<Duration>> {
         let len = bytes / size_of::<f32>();
         let mut times = Vec::with_capacity(steps);
-        let (mut data, mut own) = (vec![1.0_f32; len], Vec::new());
+        let (mut data, mut own) = (make(len)?, Vec::new());
         // The first run wakes threads and touches memory.
         for _ in 0..=steps {
-            data.resize(len, 1.0);
+            if data.len() != len {
+                data = make(len)?;
+            }
             group.barrier()?;
             let start = Instant::now();
             data = (self.run)(group, data, &mut own)?;
@@ -143,16 +177,16 @@ fn median(mut times: Vec<Duration>) -> Duration {
     times[times.len() / 2]
 }
 
-fn hand_over(group: &Group, data: Vec<f32>) -> merak_mpu::Result<Vec<f32>> {
+fn hand_over(group: &Group, data: Numbers) -> merak_mpu::Result<Numbers> {
     let (rank, world) = (group.rank(), group.world_size());
     let packet = Packet {
         shape: vec![data.len()],
-        data: Box::new(data),
+        data,
     };
     group.send((rank + 1) % world, 0, vec![packet])?;
     let received = group.recv((rank + world - 1) % world, 0)?;
     let packet = received.into_iter().next();
-    packet.map_or_else(|| Ok(Vec::new()), |packet| merak_mpu::into_vec(packet.data))
+    packet.map_or_else(|| on_host(0), |packet| Ok(packet.data))
 }
 
 /// Seconds of an exchange: a latency, and a time for each byte.
@@ -199,7 +233,7 @@ impl Line {
     /// Among the ranks of a group, which are processes.
     fn of_group(exchange: &Exchange, group: &Group) -> Result<Self> {
         Self::through(group.world_size(), |bytes| {
-            exchange.median_of_slowest(group, bytes, STEPS)
+            exchange.median_of_slowest(group, bytes, STEPS, &on_host)
         })
     }
 

@@ -4,9 +4,11 @@
 mod nccl;
 
 use super::{environment, failure::rank_0_tells};
-use merak_mpu::{Built, ChosenEngine, EngineKind, Launch, Member, tcp, threads};
+use merak_mpu::{Built, ChosenEngine, EngineKind, Group, Launch, Member, tcp, threads};
 use merak_trainer::{
-    Config, Device, EngineChoice, Error, Given, Result, World, chain, metrics::Screen,
+    Config, Device, EngineChoice, Error, Given, Result, World, chain,
+    metrics::Screen,
+    network::{Make, on_host},
 };
 use serde_json::{Value, json};
 use std::{env, time::Duration};
@@ -107,10 +109,7 @@ fn expect_single_rank(engine: ChosenEngine, config: &Config) -> Result<()> {
     }
     let words = env::args_os().skip(1);
     let words: Vec<_> = words.map(|word| quoted(&word.to_string_lossy())).collect();
-    let starter = match engine {
-        ChosenEngine::Mpi => format!("mpirun -n {ranks} merak"),
-        _ => format!("merak launch -n {ranks} --"),
-    };
+    let starter = starter(engine, ranks);
     let key = "distributed.engine";
     Err(Error::CommandLine(format!(
         "\"{key}\" is {engine} ({}), whose ranks are processes, but one process was started for \
@@ -130,42 +129,65 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// The ranks of this process in a world of `ranks` ranks that exchange memory of the host, and
-/// their engine: all of them where it was started alone, else the one that the launcher says.
-/// Without a `kind` the environment says which engine.
+/// The engine of a command without a file, and its configuration. Without a `kind` the environment
+/// says which engine.
 ///
 /// # Errors
-/// As [`join`]; for an engine that does not move memory of the host, and for one whose ranks are
-/// processes, of which one was started.
-pub(crate) fn members(
-    kind: Option<EngineKind>,
-    launch: &Launch,
-    ranks: usize,
-) -> Result<(ChosenEngine, Vec<Member>)> {
+/// As [`join`].
+pub(crate) fn engine(kind: Option<EngineKind>, launch: &Launch) -> Result<(ChosenEngine, Config)> {
     let config = told_once(launch, of_environment([]))?;
     let (in_environment, on_cuda) = asked(Some(&config));
     let engine = choose(kind.unwrap_or(in_environment), launch, on_cuda)?;
-    let refused = |text: String| told_once(launch, Err(Error::CommandLine(text)));
+    Ok((engine, config))
+}
+
+/// The ranks of this process in a world of `ranks` ranks: all of them where it was started alone,
+/// else the one that the launcher says.
+///
+/// # Errors
+/// As [`join`]; for an engine whose ranks are processes, of which one was started for several.
+pub(crate) fn members(
+    engine: ChosenEngine,
+    config: &Config,
+    launch: &Launch,
+    ranks: usize,
+) -> Result<Vec<Member>> {
     let alone = launch.world_size == 1;
-    let members = match engine {
+    Ok(match engine {
         ChosenEngine::Threads => threads::world(ranks, threads::WorldOptions::default()),
         ChosenEngine::Tcp if alone => tcp::world(ranks, RENDEZVOUS)?,
-        ChosenEngine::Nccl => {
-            return refused(
-                "the engine nccl moves memory of CUDA devices, and this command times memory of \
-                 the host, which moves by tcp there too: write --engine tcp"
-                    .to_owned(),
-            );
-        }
-        engine if alone => {
-            return refused(format!(
+        engine if alone && ranks > 1 => {
+            let starter = starter(engine, ranks);
+            return Err(Error::CommandLine(format!(
                 "the ranks of the engine {engine} are processes, but one process was started for \
-                 {ranks} ranks: start them by mpirun -n {ranks}, or choose threads or tcp"
-            ));
+                 {ranks} ranks: start them by {starter}, or choose threads or tcp"
+            )));
         }
-        engine => vec![launch.join(engine, RENDEZVOUS)?],
-    };
-    Ok((engine, members))
+        engine => vec![join_by(engine, launch, RENDEZVOUS, Some(config))?],
+    })
+}
+
+/// What starts the processes of an engine.
+fn starter(engine: ChosenEngine, ranks: usize) -> String {
+    match engine {
+        ChosenEngine::Mpi => format!("mpirun -n {ranks} merak"),
+        _ => format!("merak launch -n {ranks} --"),
+    }
+}
+
+/// The group of all ranks, and what makes the numbers that they exchange when their engine is
+/// timed: on their devices under `nccl`, else in memory of the host.
+///
+/// # Errors
+/// Where the world has failed, or the rank has no device.
+pub(crate) fn timed(engine: ChosenEngine, member: &Member) -> Result<(Group, Box<Make>)> {
+    let group = member.world_group()?;
+    #[cfg(feature = "nccl")]
+    if engine == ChosenEngine::Nccl {
+        return Ok((group, nccl::numbers(member)?));
+    }
+    let _ = engine;
+    Ok((group, Box::new(on_host)))
 }
 
 /// Ranks for a trial of the engine that a run would have, as far as this process can have them:

@@ -3,7 +3,7 @@
 use super::{super::Failure, world};
 use clap::Args as ClapArgs;
 use merak_ckpt::{parse_byte_size, words::Bytes};
-use merak_mpu::{EngineKind, Launch, Member};
+use merak_mpu::{ChosenEngine, EngineKind, Launch, Member};
 use merak_trainer::{
     Error, Result,
     metrics::Screen,
@@ -14,17 +14,18 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 /// Times collectives and messages between ranks; prints one JSON line per operation and size.
-/// `send_recv` ends when the receiver has copied the message into a buffer of its own.
+/// `send_recv` ends when the receiver has copied the message into memory of its own. The engine
+/// nccl moves memory of the ranks' devices, any other one memory of the host.
 ///
 /// Started alone, it runs all ranks; started by a launcher, each process is one, and the first
 /// prints.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Collectives {
-    /// What connects the ranks: auto, threads, tcp or mpi; unset: as `distributed.engine` in the
-    /// environment says.
+    /// What connects the ranks: auto, threads, tcp, mpi or nccl; unset: as `distributed.engine` in
+    /// the environment says.
     #[arg(long, value_parser = engine)]
     engine: Option<EngineKind>,
-    /// Ranks; unset: as many as there are processes, and 2 where there is one.
+    /// Ranks; unset: as many as there are processes, and 2 where there is one, but for nccl.
     #[arg(long)]
     world: Option<usize>,
     /// Bytes that each rank hands in, as in 4096, 64KiB or 1M, rounded down to whole numbers for
@@ -51,11 +52,12 @@ impl Collectives {
     /// One object per operation and size, in the process of the first rank.
     pub(super) fn run(&self, screen: &Screen) -> Result<Vec<Value>, Failure> {
         let launch = world::launch(screen)?;
-        let checked = self.check(&launch).map_err(Error::CommandLine);
+        let (engine, config) = world::engine(self.engine, &launch)?;
+        let checked = self.check(&launch, engine).map_err(Error::CommandLine);
         let (ranks, cases) = world::told_once(&launch, checked)?;
-        let (engine, members) = world::members(self.engine, &launch, ranks)?;
+        let members = world::members(engine, &config, &launch, ranks)?;
         let has_first = members.first().is_some_and(|first| first.rank().0 == 0);
-        let times = run_on(members, |member| self.times(&member, &cases))?;
+        let times = run_on(members, |member| self.times(engine, &member, &cases))?;
         let first = times.into_iter().next().filter(|_| has_first);
         let line = |((exchange, bytes), time): (Case, Duration)| {
             let time = time.as_secs_f64();
@@ -73,18 +75,27 @@ impl Collectives {
         Ok(timed.map(line).collect())
     }
 
-    fn times(&self, member: &Member, cases: &[Case]) -> Result<Vec<Duration>> {
-        let group = member.world_group()?;
-        let time =
-            |(exchange, bytes): &Case| exchange.median_of_slowest(&group, *bytes, self.steps);
+    fn times(
+        &self,
+        engine: ChosenEngine,
+        member: &Member,
+        cases: &[Case],
+    ) -> Result<Vec<Duration>> {
+        let (group, make) = world::timed(engine, member)?;
+        let time = |(exchange, bytes): &Case| {
+            exchange.median_of_slowest(&group, *bytes, self.steps, &*make)
+        };
         cases.iter().map(time).collect()
     }
 
     /// The number of ranks, and what they exchange.
-    fn check(&self, launch: &Launch) -> Result<(usize, Vec<Case>), String> {
+    fn check(&self, launch: &Launch, engine: ChosenEngine) -> Result<(usize, Vec<Case>), String> {
         let processes = launch.world_size;
+        // A rank alone moves nothing, and finds out whether its library and device are there.
+        let on_devices = engine == ChosenEngine::Nccl;
+        let least = if on_devices { 1 } else { 2 };
         let ranks = match self.world {
-            None => processes.max(2),
+            None => processes.max(least),
             Some(world) if processes > 1 && world != processes => {
                 return Err(format!(
                     "--world is {world}, but {processes} processes were started: leave it out"
@@ -92,9 +103,9 @@ impl Collectives {
             }
             Some(world) => world,
         };
-        if !(2..=MAX_WORLD).contains(&ranks) {
+        if !(least..=MAX_WORLD).contains(&ranks) {
             return Err(format!(
-                "--world is {ranks}, expected 2 to {MAX_WORLD} ranks"
+                "--world is {ranks}, expected {least} to {MAX_WORLD} ranks"
             ));
         }
         if self.steps == 0 {
@@ -113,7 +124,7 @@ impl Collectives {
                 return Err(format!("--bytes has {found}, expected {least} to {most}"));
             }
             let needed = bytes.saturating_mul(4 * here as u64);
-            if needed > merak_trainer::available_bytes() {
+            if !on_devices && needed > merak_trainer::available_bytes() {
                 let [found, needed, most] =
                     [bytes, needed, merak_trainer::available_bytes()].map(Bytes);
                 return Err(format!(

@@ -1,10 +1,10 @@
 //! Processes with a CUDA device each.
 
 use merak_mpu::{
-    Error as Met, Launch, Member,
-    nccl::{JoinOptions, Library},
+    DType, Error as Met, Launch, Member,
+    nccl::{self, JoinOptions, Library},
 };
-use merak_trainer::{Config, Error, Result, Teller};
+use merak_trainer::{Config, Error, Result, Teller, network::Make};
 use std::{path::Path, time::Duration};
 
 /// Joins the processes of a launch. What comes from other devices comes into memory of the backend.
@@ -15,7 +15,7 @@ pub(super) fn join(launch: &Launch, timeout: Duration, config: Option<&Config>) 
     {
         options.allocate = Some(device_memory());
     }
-    merak_mpu::nccl::join(&options).map_err(|met| match met {
+    nccl::join(&options).map_err(|met| match met {
         Met::Aborted { by, reason } if by != launch.rank => Error::Rank {
             rank: by,
             cause: reason,
@@ -29,6 +29,13 @@ pub(super) fn join(launch: &Launch, timeout: Duration, config: Option<&Config>) 
         }
         met => met.into(),
     })
+}
+
+/// Makes numbers on the device of a rank.
+pub(super) fn numbers(member: &Member) -> Result<Box<Make>> {
+    let place = member.locality();
+    let device = nccl::Device::open(place.device(nccl::Device::count()?))?;
+    Ok(Box::new(move |len| device.zeros(DType::F32, len)))
 }
 
 /// The file of the library that a configuration names.

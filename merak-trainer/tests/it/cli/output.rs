@@ -676,7 +676,6 @@ fn the_bench_of_collectives_times_the_engine_that_is_asked_for() {
         "{}",
         ended.stderr
     );
-    assert_snapshot!(place.mistake("bench collectives --engine nccl"), @"error: the engine nccl is not in this build: build with --features nccl, or choose threads or tcp");
     let unknown = place.mistake("bench collectives --engine gloo");
     assert!(
         unknown.contains("expected one of `auto`, `threads`, `tcp`, `mpi`, `nccl`"),

@@ -60,6 +60,22 @@ fn an_engine_that_is_not_built_in_is_refused_by_every_command() {
 }
 
 #[test]
+#[cfg(feature = "nccl")]
+fn the_bench_of_nccl_says_what_it_lacks() {
+    let place = Workplace::new();
+    let told = "error: no NCCL library: /nowhere/libnccl.so.2: ";
+    for starter in ["", "launch -n 2 -- "] {
+        let mut command = place.command(&format!("{starter}bench collectives --engine nccl"));
+        command.env("MERAK_DISTRIBUTED__NCCL_LIBRARY", "/nowhere/libnccl.so.2");
+        let ended = end(&place, command);
+        assert_eq!(ended.status, Some(2), "{}", ended.stderr);
+        assert_eq!(ended.stderr.matches(told).count(), 1, "{}", ended.stderr);
+        assert_eq!(ended.stdout, "");
+    }
+    assert_snapshot!(place.mistake("bench collectives --engine nccl --world 2"), @"error: the ranks of the engine nccl are processes, but one process was started for 2 ranks: start them by merak launch -n 2 --, or choose threads or tcp");
+}
+
+#[test]
 fn generation_reads_the_engine_from_the_environment() {
     let place = Workplace::new();
     place.succeed("train merak.toml --max_steps 1");
