@@ -12,6 +12,8 @@ mod inputs; // several paths, mixtures, data to validate on
 mod launch; // ranks as processes
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+mod mpi; // ranks that mpirun starts
 mod output; // documents and formats
 mod parquet; // records in files of Parquet
 mod processes; // ranks in processes of their own

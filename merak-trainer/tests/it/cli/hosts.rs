@@ -43,7 +43,7 @@ fn run(place: &Workplace, hosts: &TwoHosts, line: &str, meanwhile: impl FnOnce()
 }
 
 /// The name of the newest checkpoint of a run.
-fn newest(run: &Path) -> String {
+pub(super) fn newest(run: &Path) -> String {
     let checkpoints = fs::read_dir(run.join("checkpoints")).expect("a folder");
     let names = checkpoints.map(|entry| entry.expect("an entry").file_name());
     let names = names.map(|name| name.to_string_lossy().into_owned());

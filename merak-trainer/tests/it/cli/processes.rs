@@ -115,7 +115,11 @@ pub(super) fn rank_in(folder: &Path, rank: usize) -> u32 {
 
 /// The same, if there is one.
 pub(super) fn find_rank(folder: &Path, rank: usize) -> Option<u32> {
-    let variable = format!("RANK={rank}");
+    find_process(folder, &format!("RANK={rank}"))
+}
+
+/// A process that runs in a folder and was started with a variable.
+pub(super) fn find_process(folder: &Path, variable: &str) -> Option<u32> {
     let is_it = |process: &Path| {
         let cwd = fs::read_link(process.join("cwd"));
         let variables = fs::read(process.join("environ")).unwrap_or_default();
