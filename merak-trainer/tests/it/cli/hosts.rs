@@ -58,7 +58,9 @@ fn ranks_of_two_hosts_write_the_checkpoints_of_threads() {
     };
     let place = Workplace::new();
     place.succeed(&format!("train merak.toml {DEGREES} --output_dir threads"));
-    let line = format!("train merak.toml {DEGREES} --output_dir hosts");
+    let line = format!(
+        "train merak.toml {DEGREES} --output_dir hosts --cost_model measured --cost_cache costs.json"
+    );
     let ended = run(&place, &hosts, &line, || {});
     for (rank, ended) in ended.iter().enumerate() {
         assert_eq!(ended.status, Some(0), "rank {rank}: {}", ended.stderr);
@@ -66,6 +68,8 @@ fn ranks_of_two_hosts_write_the_checkpoints_of_threads() {
     }
     let checkpoints = |run: &str| files(&place.path(run).join("checkpoints"));
     assert_eq!(checkpoints("hosts"), checkpoints("threads"));
+    let costs = fs::read_to_string(place.path("costs.json")).expect("the times are kept");
+    assert!(costs.contains("by tcp on hosts 2 x 0, 2 x 1"), "{costs}");
 }
 
 #[test]
