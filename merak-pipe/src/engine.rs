@@ -252,13 +252,15 @@ impl<P: Send> Run<'_, P> {
             let grad = self.take(backward, link)?;
             let actions = [step.action, backward.action];
             link.begin()?;
-            actions
-                .into_iter()
-                .for_each(|action| observer.begin(action));
+            for action in actions {
+                observer.begin(action);
+            }
             recorder.begin();
             let outputs = self.compute_both(actions, input, grad, module);
             recorder.end(actions);
-            actions.into_iter().for_each(|action| observer.end(action));
+            for action in actions {
+                observer.end(action);
+            }
             link.end();
             let (output, input_grad) = outputs?;
             self.pass_on(step, output, link)?;

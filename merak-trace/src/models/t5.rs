@@ -171,7 +171,7 @@ impl T5 {
         attn: &Module,
         [x, memory]: [&Symbol; 2],
         (seen, bias): (Option<&Symbol>, Option<(&Symbol, RelativeBuckets)>),
-        kind: Attention,
+        kind: &Attention,
     ) -> Result<Symbol> {
         let inner = self.num_heads * self.d_kv;
         let q = self.linear(&attn.sub("q"), x, inner, self.d_model * self.d_kv)?;
@@ -191,7 +191,7 @@ impl T5 {
             kv_heads: self.num_heads,
             head_dim: self.d_kv,
             scale: 1.0,
-            ..kind
+            ..kind.clone()
         };
         let mixed = attn.attention_with([&q, &k, &v], terms, &spec, self.dropout)?;
         self.linear(&attn.sub("o"), &mixed, self.d_model, inner)
@@ -248,7 +248,7 @@ impl Stack<'_> {
             x = self.residual(&layer, &x, |normed| {
                 let attn = layer.sub("EncDecAttention");
                 self.model
-                    .attention(&attn, [normed, encoded], (self.seen, None), kind)
+                    .attention(&attn, [normed, encoded], (self.seen, None), &kind)
             })?;
             next = 2;
         }
@@ -290,7 +290,7 @@ impl Stack<'_> {
             causal: is_decoder,
             ..Attention::default()
         };
-        model.attention(attn, [x, x], (seen, bias), kind)
+        model.attention(attn, [x, x], (seen, bias), &kind)
     }
 }
 

@@ -94,7 +94,7 @@ impl Node<'_> {
                 });
             } else {
                 let operands = [query, past_keys, past_values];
-                self.attend_last(AttentionSpec { shape, ..spec }, operands, bias, out)?;
+                self.attend_last(&AttentionSpec { shape, ..spec }, operands, bias, out)?;
             }
         }
         // The distances of the longest sequence are those of all.
@@ -116,7 +116,7 @@ impl Node<'_> {
     /// `q, k, v -> out` of the last queries of a sequence, which are several.
     fn attend_last<T: Number>(
         &self,
-        spec: AttentionSpec<'_, T>,
+        spec: &AttentionSpec<'_, T>,
         [q, k, v]: [&[T]; 3],
         bias: Option<&RelativeBias>,
         out: &mut [T],
@@ -125,7 +125,7 @@ impl Node<'_> {
         let bias = self.bias_between(bias, shape)?;
         let spec = AttentionSpec {
             bias: bias.as_ref().map(|bias| of_pairs(bias, shape)),
-            ..spec
+            ..*spec
         };
         let mut lse = vec![T::ZERO; shape.q_heads * shape.q_len];
         let to = MatMut::new(out, shape.q_len, shape.q_heads * shape.head_dim);

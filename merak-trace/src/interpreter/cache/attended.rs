@@ -92,9 +92,9 @@ impl Interpreter {
             .backend
             .attend(call, qkv, bias.as_ref(), &mut following)?;
         if !line.is_kept() {
-            following
-                .iter_mut()
-                .for_each(|next| *next.past = Past::default());
+            for next in &mut following {
+                *next.past = Past::default();
+            }
         }
         self.keep(frame, id, vec![out]);
         Ok(())

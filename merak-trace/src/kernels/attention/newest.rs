@@ -182,12 +182,8 @@ mod tests {
             let operands: Vec<[Vec<f32>; 3]> = (7..)
                 .zip(lengths)
                 .map(|(seed, &len)| {
-                    let kv = len * kv_heads * dim;
-                    [
-                        noise(seed, q_heads * dim),
-                        noise(seed + 100, kv),
-                        noise(seed + 200, kv),
-                    ]
+                    let (q, kv) = (q_heads * dim, len * kv_heads * dim);
+                    [(0, q), (100, kv), (200, kv)].map(|(more, len)| noise(seed + more, len))
                 })
                 .collect();
             let width = q_heads * dim;
