@@ -26,6 +26,7 @@ mod stages; // L1, L3: several stages per rank
 mod timeline; // ranks share an axis of time
 mod topology; // L2: the degrees change the order of summation only
 mod update; // N18: what a step may touch
+mod visible; // L2: padding and documents in sequences that ranks share
 mod vocab; // N9: a cut vocabulary
 
 use crate::support::Case;

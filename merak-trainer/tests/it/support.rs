@@ -5,7 +5,7 @@ mod tensors;
 use std::{collections::BTreeMap, path::Path, process::Command, sync::Arc};
 
 use merak_mpu::{Member, Mpu};
-use merak_trace::models;
+use merak_trace::models::{self, Visible};
 use merak_trainer::{
     Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, PlanInputs, Result, StepReport,
     TrainerParts,
@@ -39,6 +39,7 @@ pub(crate) struct Case {
     microbatches: usize,
     num_threads: usize,
     rule: Option<Arc<dyn UpdateRule>>,
+    visible: Visible,
 }
 
 /// The result of a training.
@@ -120,6 +121,7 @@ impl Case {
             microbatches: 4,
             num_threads: 1,
             rule: None,
+            visible: Visible::All,
         }
         .with("seq_length", SEQ)
         .with("seed", 1234)
@@ -180,6 +182,12 @@ impl Case {
     /// Steps by a rule of another program.
     pub(crate) fn with_rule(mut self, rule: impl UpdateRule + 'static) -> Self {
         self.rule = Some(Arc::new(rule));
+        self
+    }
+
+    /// Lets a token see these earlier ones, as the data say which they are.
+    pub(crate) fn seeing(mut self, visible: Visible) -> Self {
+        self.visible = visible;
         self
     }
 
@@ -251,7 +259,11 @@ impl Case {
 
     fn try_inputs(&self) -> Result<PlanInputs> {
         let model = models::from_config(&self.model).expect("the model of a test is legal");
-        PlanInputs::read(model.into(), &self.arguments())
+        let model = match self.visible {
+            Visible::All => model.into(),
+            visible => models::with_visible(model.into(), visible),
+        };
+        PlanInputs::read(model, &self.arguments())
     }
 
     /// Runs `body` with every rank's trainer.
