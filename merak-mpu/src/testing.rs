@@ -7,10 +7,10 @@
 pub mod allocations;
 #[cfg(target_os = "linux")]
 pub mod hosts;
-mod starts;
+mod record;
 pub mod suite;
 
-pub use starts::Starts;
+pub use record::{Event, Moment, Record};
 
 use crate::{Member, threads};
 use std::{convert::Infallible, time::Duration};

@@ -1,20 +1,32 @@
 //! Which nodes of a split model run on halves of the microbatch, and in which order.
 
-use crate::support::{gpt2, model};
+use crate::{
+    run::recorded,
+    support::{gpt2, model},
+};
+use merak_mpu::testing::Moment;
 use merak_tp::{default_lists, rewrite};
 use merak_trace::{
-    NodeId, Op, Overlap, RecomputePlan, StageCuts, StageProgram, Step, models::TraceOptions,
+    DType, Graph, Node, NodeId, Op, Overlap, RecomputePlan, StageCuts, StageProgram, Step,
+    models::TraceOptions,
 };
 use std::collections::BTreeMap;
 
-/// The program of a GPT-2 of two layers on one of two tensor-parallel ranks.
-fn program(overlap: Overlap, samples: usize) -> StageProgram {
-    let options = TraceOptions::training(samples, 8);
+/// A GPT-2 of two layers on one of two tensor-parallel ranks.
+fn graph(overlap: Overlap, samples: usize) -> Graph {
+    let options = TraceOptions {
+        dtype: DType::F64,
+        ..TraceOptions::training(samples, 8)
+    };
     let whole = model(&gpt2(2, 0.1, true)).trace(&options);
     let lists = default_lists("gpt2").expect("the family has defaults");
     let split = rewrite(&whole.expect("the sizes fit"), &lists, 2).expect("it can be split");
-    let graph = split.graph.with_overlap(overlap);
-    let plan = RecomputePlan::default();
+    split.graph.with_overlap(overlap)
+}
+
+/// Its program.
+fn program(overlap: Overlap, samples: usize) -> StageProgram {
+    let (graph, plan) = (graph(overlap, samples), RecomputePlan::default());
     let program = StageProgram::training(&graph, &StageCuts::whole(&graph), 0, &plan);
     program.expect("operations have gradients")
 }
@@ -145,6 +157,62 @@ fn gradients_of_weights_come_behind_the_sum_of_their_layer() {
         }
     }
     assert_eq!(behind, 4);
+}
+
+/// The most collectives that were under way at once, and how often the last one under way ended.
+fn pending(events: &[Moment]) -> (usize, usize) {
+    let (mut under_way, mut most, mut idle) = (0, 0, 0);
+    for event in events {
+        match event {
+            Moment::Started => under_way += 1,
+            Moment::Ended => under_way -= 1,
+        }
+        most = most.max(under_way);
+        idle += usize::from(under_way == 0);
+    }
+    (most, idle)
+}
+
+#[test]
+fn an_interpreter_waits_for_sums_where_their_level_does_and_no_earlier() {
+    let layers = |graph: &Graph| {
+        let is_of = |node: &Node, layer: usize| node.layer() == format!("transformer.h.{layer}");
+        let nodes = || graph.nodes().iter();
+        let chunks = [0, 1].map(|layer| {
+            let first = nodes().position(|node| is_of(node, layer));
+            let last = nodes().rposition(|node| is_of(node, layer));
+            first.expect("it has nodes")..last.expect("it has nodes") + 1
+        });
+        RecomputePlan {
+            chunks: chunks.into(),
+            ..RecomputePlan::default()
+        }
+    };
+    // A layer has two sums forward and two backward. Recomputed, it has the first one again: no
+    // gradient needs what the second one gives. That of the first layer begins when the gradients
+    // of the layer behind it are there.
+    for (recomputes, sums, borders, ends) in [(false, 8, 4, 2), (true, 10, 4, 3)] {
+        for (overlap, expected) in [
+            (Overlap::None, (1, sums)),
+            (Overlap::Linear, (2, sums)),
+            (Overlap::Block, (2, borders)),
+            // The loss needs all samples.
+            (Overlap::Blocks, (2, ends)),
+        ] {
+            let graph = graph(overlap, 2);
+            let plan = if recomputes {
+                layers(&graph)
+            } else {
+                RecomputePlan::default()
+            };
+            for events in recorded(&graph, 2, &plan) {
+                let found = pending(&events);
+                assert_eq!(found, expected, "{overlap:?} {recomputes} {events:?}");
+                let halves = 1 + usize::from(overlap > Overlap::None);
+                assert_eq!(events.len(), 2 * halves * sums, "{overlap:?} {recomputes}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,6 +1,9 @@
 //! Runs a graph forward and backward, on one rank or as slices on several.
 
-use merak_mpu::{Degrees, Mpu, Rank, ReduceOp, Topology, into_vec, testing::world};
+use merak_mpu::{
+    Degrees, Mpu, Rank, ReduceOp, Topology, into_vec,
+    testing::{Moment, Record, world},
+};
 use merak_trace::{
     Axis, AxisGroups, Batch, Coord, DType, GradSlot, GradStore, Graph, Init, Interpreter, Overlap,
     Param, RecomputePlan, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram,
@@ -18,7 +21,8 @@ pub(crate) struct Step {
 
 /// Runs a graph that nothing is split in.
 pub(crate) fn on_one_rank(graph: &Graph) -> Step {
-    step(graph, Coord::default(), &(Arc::new(SingleRank) as _))
+    let plan = RecomputePlan::default();
+    step(graph, Coord::default(), &(Arc::new(SingleRank) as _), &plan)
 }
 
 /// Runs a graph that is split over the tensor axis on `degree` ranks.
@@ -38,7 +42,21 @@ fn tensor(degree: usize) -> Degrees {
 pub(crate) fn on_mesh(graph: &Graph, degrees: Degrees) -> Vec<Step> {
     world(degrees.world_size(), |member| {
         let mpu = Mpu::new(member, degrees).expect("the degrees fill the world");
-        step(graph, mpu.coord(), &(Arc::new(mpu) as _))
+        let plan = RecomputePlan::default();
+        step(graph, mpu.coord(), &(Arc::new(mpu) as _), &plan)
+    })
+}
+
+/// What the tensor group of each of `degree` ranks does during a step.
+pub(crate) fn recorded(graph: &Graph, degree: usize, plan: &RecomputePlan) -> Vec<Vec<Moment>> {
+    world(degree, |member| {
+        let record = Record::default();
+        let member = record.of(&member);
+        let mpu = Mpu::new(member, tensor(degree)).expect("the degrees fill the world");
+        step(graph, mpu.coord(), &(Arc::new(mpu) as _), plan);
+        let events = record.take().into_iter();
+        let of_group = events.filter(|event| event.group == "tensor");
+        of_group.map(|event| event.moment).collect()
     })
 }
 
@@ -101,14 +119,9 @@ fn assert_steps(
     }
 }
 
-fn step(graph: &Graph, place: Coord, groups: &Arc<dyn AxisGroups>) -> Step {
+fn step(graph: &Graph, place: Coord, groups: &Arc<dyn AxisGroups>, plan: &RecomputePlan) -> Step {
     let backend: SharedBackend = Arc::new(Candle::new(1).expect("threads start"));
-    let program = StageProgram::training(
-        graph,
-        &StageCuts::whole(graph),
-        0,
-        &RecomputePlan::default(),
-    );
+    let program = StageProgram::training(graph, &StageCuts::whole(graph), 0, plan);
     let runner = Interpreter::new(
         Arc::new(program.expect("differentiable")),
         Arc::clone(&backend),

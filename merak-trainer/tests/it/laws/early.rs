@@ -1,7 +1,11 @@
 //! Gradients are reduced while the backward goes on, told by the order in which a rank starts its
 //! collectives.
 
-use merak_mpu::{Call, ReduceOp, testing::Starts, threads};
+use merak_mpu::{
+    Call, ReduceOp,
+    testing::{Moment, Record},
+    threads,
+};
 use merak_trainer::run_on;
 
 use crate::support::Case;
@@ -28,23 +32,26 @@ fn started(stage: u8) -> Vec<usize> {
     let plan = case.plan();
     let members = threads::world(4, threads::WorldOptions::default());
     let ranks = run_on(members, |member| {
-        let starts = Starts::default();
-        let mut trainer = case.trainer(&plan, starts.of(&member))?;
+        let record = Record::default();
+        let mut trainer = case.trainer(&plan, record.of(&member))?;
         trainer.train_step()?;
-        starts.take();
+        record.take();
         trainer.train_step()?;
-        Ok(starts.take())
+        Ok(record.take())
     });
-    let starts = ranks.expect("a healthy training").swap_remove(0);
+    let events = ranks.expect("a healthy training").swap_remove(0);
     let reduction = match stage {
         0 => Call::AllReduce(ReduceOp::Sum),
         _ => Call::ReduceScatter(ReduceOp::Sum),
     };
     let (mut sums, mut reduced) = (Vec::new(), 0);
-    for (group, call) in starts {
-        match group.as_str() {
+    for event in events
+        .iter()
+        .filter(|event| event.moment == Moment::Started)
+    {
+        match event.group.as_str() {
             "tensor" => sums.push(reduced),
-            "data_sequence" if call == reduction => reduced += 1,
+            "data_sequence" if event.call == reduction => reduced += 1,
             _ => {}
         }
     }
