@@ -15,7 +15,7 @@ use std::ops::{ControlFlow, Range};
 
 impl MerakTrainer {
     /// Continues prompts. Every rank gives the same prompts and gets the same completions. Replicas
-    /// share the prompts.
+    /// share the prompts; each of the ranks that share a sequence in training is one.
     ///
     /// A prompt passes the model once, then one token at a time: each stage keeps the keys and
     /// values of its own layers and heads. Prompts of any lengths pass together, end to end and
@@ -32,7 +32,7 @@ impl MerakTrainer {
     ///
     /// # Communication
     /// Per token the pipeline's forward hops for each group of prompts, and the tokens from the
-    /// last stage to each other one; at the end the completions over the data group. In ZeRO stage
+    /// last stage to each other one; at the end the completions over data × sequence. In ZeRO stage
     /// 3 first an all-gather of the parameters, which stay in memory meanwhile.
     ///
     /// # Errors
@@ -117,8 +117,9 @@ impl MerakTrainer {
     ) -> Result<Vec<Completion>> {
         self.check_prompts(prompts, options)?;
         let options = self.limited(options);
-        let data = self.stages.mpu.data_parallel_group().clone();
-        let own = share(prompts.len(), data.rank(), data.world_size());
+        // Sequences pass whole, so ranks that share those of a training are replicas here.
+        let replicas = self.stages.mpu.data_sequence_parallel_group().clone();
+        let own = share(prompts.len(), replicas.rank(), replicas.world_size());
         let options = GenerateOptions {
             first_prompt: options.first_prompt + own.start as u64,
             ..options
@@ -129,7 +130,7 @@ impl MerakTrainer {
         let sources = has_encoder.then_some((options.first_prompt, prompts));
         let held = self.stages.hold_params()?;
         // Replicas make different numbers of passes, so no turn is that of several.
-        let turns = self.stages.mpu.sequence_tensor_parallel_group();
+        let turns = self.stages.mpu.tensor_parallel_group();
         let of_replica = link(&self.stages.mpu, &self.args, turns);
         let shared = std::mem::replace(&mut self.link, of_replica);
         let completions = Generation::new(self, sources, options.num_beams).run(search, on_token);
@@ -141,14 +142,14 @@ impl MerakTrainer {
                 completion.prompt_ids.clone_from(prompt);
             }
         }
-        if data.world_size() == 1 {
+        if replicas.world_size() == 1 {
             return Ok(completions);
         }
         let encoded = serde_json::to_vec(&completions).expect("numbers and a word");
         let decode = |bytes: &Vec<u8>| {
             serde_json::from_slice::<Vec<Completion>>(bytes).expect("a rank's own completions")
         };
-        let all = data.all_gather_bytes(encoded)?;
+        let all = replicas.all_gather_bytes(encoded)?;
         Ok(all.iter().flat_map(decode).collect())
     }
 }

@@ -91,24 +91,28 @@ fn replicas_share_out_the_prompts_and_all_get_everything() {
         ..GenerateOptions::default()
     };
     let alone = generate(&Case::gpt2(), &prompts, &options);
-    let case = Case::gpt2().on((4, 1, 2));
-    let ranks = case.on_ranks(|trainer| {
-        for _ in 0..3 {
-            trainer.train_step()?;
+    // Ranks that share a sequence in training are replicas here.
+    let shared = Case::gpt2().on((2, 2, 1)).sharing(2).with("zero_stage", 3);
+    for case in [Case::gpt2().on((4, 1, 2)), shared] {
+        let ranks = case.on_ranks(|trainer| {
+            for _ in 0..3 {
+                trainer.train_step()?;
+            }
+            let mut seen = Vec::new();
+            let completions = trainer.generate_with(&prompts, &options, &mut |token| {
+                seen.push(token.prompt);
+                ControlFlow::Continue(())
+            })?;
+            seen.sort_unstable();
+            seen.dedup();
+            let replica = trainer.mpu().data_sequence_parallel_rank();
+            Ok((replica, seen, completions))
+        });
+        for (replica, seen, completions) in ranks {
+            let shares: [&[u64]; 4] = [&[3, 4], &[5], &[6], &[7]];
+            assert_eq!(seen, shares[replica]);
+            assert_eq!(completions, alone);
         }
-        let mut seen = Vec::new();
-        let completions = trainer.generate_with(&prompts, &options, &mut |token| {
-            seen.push(token.prompt);
-            ControlFlow::Continue(())
-        })?;
-        seen.sort_unstable();
-        seen.dedup();
-        Ok((trainer.mpu().data_parallel_rank(), seen, completions))
-    });
-    for (replica, seen, completions) in ranks {
-        let shares: [&[u64]; 4] = [&[3, 4], &[5], &[6], &[7]];
-        assert_eq!(seen, shares[replica]);
-        assert_eq!(completions, alone);
     }
 }
 
