@@ -9,6 +9,7 @@
 //! | slices | work of each rank's own | all-gather | reduce-scatter |
 //! | slices | slices of another dimension | all-to-all | all-to-all |
 //! | whole | slices | own slice (`scatter`) | all-gather |
+//! | a weight | the same work of all ranks of a sequence | identity (`share_grad`) | own share |
 //!
 //! Each form of a value is made once and shared by all of its users, so the query, key and value
 //! projections of a layer have one `copy_to` and one all-reduce backward.
@@ -39,13 +40,14 @@ impl Rewriter<'_> {
         scope: &Arc<str>,
         user: &str,
     ) -> Result<ValueId> {
-        if let Some(summed) = self.as_summed(value, need, user) {
+        if let Some(summed) = self.as_summed(value, need) {
             return Ok(summed);
         }
         self.place_param(value, need, along_sequence);
+        let shares = self.options.axis == Axis::Sequence && self.is_weight(value);
         let placed = self.placed_mut(value);
         let as_it_lies = match (&placed.placement, need) {
-            (Placement::Replicate, Need::Whole) => true,
+            (Placement::Replicate, Need::Whole) => !shares,
             (Placement::Shard(have), Need::Cut(shard)) => have == shard,
             _ => false,
         };
@@ -57,12 +59,16 @@ impl Rewriter<'_> {
             return Ok(made);
         }
         let made = match need {
+            Need::Whole if shares => self.shared(value, scope)?,
             Need::Whole => self.gather(value, JoinedGrad::Whole, scope, user)?,
             Need::Copied => self.copied(value, scope, user)?,
             Need::Cut(shard) => self.cut(value, shard, along_sequence, scope, user)?,
             Need::Spread(pieces) => self.spread(value, *pieces, scope, user)?,
         };
-        self.placed_mut(value).forms.push((need.clone(), made));
+        // Layers that use one weight may belong to several stages: each has a form of its own.
+        if !shares {
+            self.placed_mut(value).forms.push((need.clone(), made));
+        }
         Ok(made)
     }
 
@@ -80,7 +86,7 @@ impl Rewriter<'_> {
 
     /// A whole parameter for a different part of the work on each rank, where its gradient is
     /// summed once per step. Notes the other uses of a parameter too.
-    fn as_summed(&mut self, value: ValueId, need: &Need, user: &str) -> Option<ValueId> {
+    fn as_summed(&mut self, value: ValueId, need: &Need) -> Option<ValueId> {
         self.options.sequence_dim()?;
         if !self.is_weight(value) {
             return None;
@@ -92,8 +98,7 @@ impl Rewriter<'_> {
             placed.is_fixed = true;
             return Some(placed.value);
         }
-        let used = self.unsummed.entry(value);
-        used.or_insert_with(|| user.to_owned());
+        self.unsummed.insert(value);
         None
     }
 
@@ -114,6 +119,12 @@ impl Rewriter<'_> {
                 .expect("parameters of the model are parameters here");
             self.graph.place_param(id, axis, placement, degree);
         }
+    }
+
+    /// A weight of which the ranks of a sequence, whose gradients are summands, all use the same.
+    fn shared(&mut self, value: ValueId, scope: &Arc<str>) -> Result<ValueId> {
+        let (whole, ranks) = (self.placed[&value].value, self.degree);
+        Ok(self.add(scope, Op::ShareGrad { ranks }, vec![whole])?[0])
     }
 
     /// The whole of a value, as the operand of a conversion.

@@ -43,6 +43,8 @@ pub enum Error {
         axis: Axis,
         /// Its degree.
         degree: usize,
+        /// Whether every [`SequenceMethod`](crate::SequenceMethod) shares them out.
+        is_bound: bool,
         /// The degrees that share out all heads, and that all other layers allow; at most one more
         /// than are shown.
         legal: Vec<usize>,
@@ -62,6 +64,8 @@ pub enum Error {
         axis: Axis,
         /// Its degree.
         degree: usize,
+        /// Whether every [`SequenceMethod`](crate::SequenceMethod) shares them out.
+        is_bound: bool,
         /// The degrees that share out all heads, and that all other layers allow; at most one more
         /// than are shown.
         legal: Vec<usize>,
@@ -102,17 +106,17 @@ pub enum Error {
         /// The degree of the sequence axis.
         degree: usize,
     },
-    /// A trained parameter works on whole sequences on every rank of the sequence axis.
+    /// A trained layer works on whole sequences on every rank of the sequence axis.
     #[error(
         "sp = {degree}: {param} is used on whole sequences, by {node}, which has no form for slices of a sequence: \
-         set \"sp\" to 1; language models that read a text from left to right have none of these"
+         set \"sp\" to 1; models of texts have none of these"
     )]
     WholeSequence {
         /// The degree of the sequence axis.
         degree: usize,
         /// Name of the parameter.
         param: String,
-        /// Name of the first node that uses it so.
+        /// Name of the layer's node.
         node: String,
     },
     /// A module is to be split both ways.

@@ -209,8 +209,8 @@ pub(crate) struct Rewriter<'a> {
     /// Parameters, as values of the model, with a use by different work on each rank, whose
     /// gradients are summed once per step.
     pub(crate) summed: BTreeSet<ValueId>,
-    /// Those with another use, and the first node that uses them so.
-    pub(crate) unsummed: BTreeMap<ValueId, String>,
+    /// Those with another use.
+    pub(crate) unsummed: BTreeSet<ValueId>,
     /// Those with both kinds, whose gradients are summed at each use.
     pub(crate) copied: BTreeSet<ValueId>,
 }
@@ -236,7 +236,7 @@ impl<'a> Rewriter<'a> {
             used,
             weights: BTreeSet::new(),
             summed: BTreeSet::new(),
-            unsummed: BTreeMap::new(),
+            unsummed: BTreeSet::new(),
             copied: BTreeSet::new(),
         };
         rewriter.copy_sources()?;
@@ -379,8 +379,7 @@ impl<'a> Rewriter<'a> {
 
     /// The parameters with uses of which each rank does a part, and with others.
     fn mixed_params(&self) -> impl Iterator<Item = ValueId> {
-        let summed = self.summed.iter().copied();
-        summed.filter(|param| self.unsummed.contains_key(param))
+        self.summed.intersection(&self.unsummed).copied()
     }
 
     /// The facts that a rule reads.
@@ -533,19 +532,30 @@ impl<'a> Rewriter<'a> {
         })
     }
 
-    /// Refuses trained parameters whose gradients are the same on all ranks of the sequence axis,
-    /// where those of others are summands.
+    /// Refuses layers of which every rank of the sequence axis does all the work: they have whole
+    /// sequences `[.., .., width]`, or nothing is cut. What follows from a few positions, such as
+    /// classes, is little work.
     fn refuse_shared_work(&self) -> Result<()> {
-        let needs_grad = needs_grad(self.model, &[]);
-        let mut uses = self.unsummed.iter();
-        match uses.find(|(value, _)| needs_grad[value.index()]) {
-            Some((&value, node)) if !self.options.is_whole() => Err(Error::WholeSequence {
-                degree: self.degree,
-                param: self.name_of(value),
-                node: node.clone(),
-            }),
-            _ => Ok(()),
+        if self.options.is_whole() {
+            return Ok(());
         }
+        let needs_grad = needs_grad(self.model, &[]);
+        let is_whole = |value: &ValueId| self.placed[value].placement == Placement::Replicate;
+        let cuts_none = self.placed.values().all(|placed| !placed.along_sequence);
+        let is_trained = |&&input: &&ValueId| self.is_weight(input) && needs_grad[input.index()];
+        for node in self.model.nodes() {
+            let result = node.outputs[0];
+            let has_sequence = cuts_none || self.model.ty(result).ndim() > 2;
+            let does_all = has_sequence && !self.is_weight(result) && is_whole(&result);
+            if let (true, Some(&weight)) = (does_all, node.inputs.iter().find(is_trained)) {
+                return Err(Error::WholeSequence {
+                    degree: self.degree,
+                    param: self.name_of(weight),
+                    node: node.name.to_string(),
+                });
+            }
+        }
+        Ok(())
     }
 }
 

@@ -130,9 +130,12 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         Op::Attention(spec) => attention::attention(site, spec)?,
         Op::Rope(rope) => attention::rope(site, rope),
         Op::LayerNorm { .. } | Op::RmsNorm { .. } | Op::Softmax => norm::over_last_dim(site),
-        Op::Activation(_) | Op::Scale { .. } | Op::InverseRoot | Op::Identity | Op::Cast { .. } => {
-            elementwise::unary(site)
-        }
+        Op::Activation(_)
+        | Op::Scale { .. }
+        | Op::InverseRoot
+        | Op::Identity
+        | Op::ShareGrad { .. }
+        | Op::Cast { .. } => elementwise::unary(site),
         Op::Dropout(dropout) => elementwise::dropout(site, dropout),
         Op::Add | Op::Mul | Op::SiluMul => elementwise::binary(site),
         Op::Reshape { shape } => shape::reshape(site, shape),

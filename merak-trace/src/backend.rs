@@ -68,6 +68,7 @@ impl RunContext {
         SampleSlice {
             first_sample,
             outer: shape[1..dim].iter().product(),
+            rows: spec.row_runs(self.place, shape[dim - 1]),
             dim_full,
             runs,
             dim_local: local,

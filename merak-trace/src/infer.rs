@@ -163,7 +163,7 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             is_float(x)?;
             Ok(vec![x.clone()])
         }
-        Op::Identity | Op::CopyTo { .. } | Op::AllReduce { .. } => {
+        Op::Identity | Op::ShareGrad { .. } | Op::CopyTo { .. } | Op::AllReduce { .. } => {
             let [x] = operands(inputs)?;
             Ok(vec![x.clone()])
         }

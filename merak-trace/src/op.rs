@@ -213,6 +213,12 @@ pub enum Op {
     SumAllGrad,
     /// `x -> x`.
     Identity,
+    /// `x -> x`; backward divides the gradient by a number of ranks, each of which does the same
+    /// with `x` and gets the same gradient, where their gradients are summed as summands.
+    ShareGrad {
+        /// The number of ranks.
+        ranks: usize,
+    },
     /// `x -> x` in another element type.
     Cast {
         /// The new element type.

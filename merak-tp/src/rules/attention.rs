@@ -22,23 +22,21 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
     let along =
         |dim| (0..3).map(move |operand| site.shard(operand).filter(|shard| shard.dim == dim));
     let options = AttentionOptions::find(site.types.iter().copied(), 3);
-    let (is_split, turns) = match site.options.axis {
-        // A table of biases is a parameter, and every rank of this axis has all of them.
+    let (is_split, is_bound, turns) = match site.options.axis {
         Axis::Sequence => {
-            let all_cut = along(SEQUENCE).all(|shard| shard.is_some());
-            let is_split = all_cut && options.table.is_none();
-            // The places of queries among keys of another sequence do not follow from their slice.
+            let is_split = along(SEQUENCE).all(|shard| shard.is_some());
+            // The places of queries among keys of another sequence do not follow from their slice,
+            // nor do the rows of an index of biases.
             let is_of_itself = site.types[0].shape[SEQUENCE] == site.types[1].shape[SEQUENCE];
+            let is_free = is_of_itself && options.table.is_none();
             let keeps_queries = site.options.method != SequenceMethod::Ulysses;
-            if let (true, true, Some(shard)) =
-                (keeps_queries, is_split && is_of_itself, site.shard(0))
-            {
+            if let (true, true, Some(shard)) = (keeps_queries, is_split && is_free, site.shard(0)) {
                 return Ok(of_own_queries(site, spec, shard, options));
             }
-            (is_split, site.shard(0).cloned())
+            (is_split, !is_free, site.shard(0).cloned())
         }
         Axis::Tensor | Axis::Data | Axis::Pipeline => {
-            (along(PACKED).any(|shard| shard.is_some()), None)
+            (along(PACKED).any(|shard| shard.is_some()), true, None)
         }
     };
     let dropout = spec.dropout;
@@ -46,7 +44,7 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
     if !is_split || dropout == Some(None) {
         return Ok(site.whole());
     }
-    let (keys, kv_heads) = key_share(site, spec)?;
+    let (keys, kv_heads) = key_share(site, spec, is_bound)?;
     let op = Op::Attention(Attention {
         heads: spec.heads / site.degree,
         kv_heads,
@@ -123,7 +121,7 @@ fn of_heads(site: &Site<'_>, heads: usize, dropout: DropoutSpec) -> Option<Dropo
 }
 
 /// The need of keys and values, and their heads on each rank.
-fn key_share(site: &Site<'_>, spec: &Attention) -> Result<(Need, usize)> {
+fn key_share(site: &Site<'_>, spec: &Attention, is_bound: bool) -> Result<(Need, usize)> {
     let shares_keys = |degree: usize| {
         spec.kv_heads.is_multiple_of(degree) || degree.is_multiple_of(spec.kv_heads)
     };
@@ -139,6 +137,7 @@ fn key_share(site: &Site<'_>, spec: &Attention) -> Result<(Need, usize)> {
             heads: spec.heads,
             axis: site.options.axis,
             degree,
+            is_bound,
             legal: legal(),
         })
     } else if spec.kv_heads.is_multiple_of(degree) {
@@ -151,6 +150,7 @@ fn key_share(site: &Site<'_>, spec: &Attention) -> Result<(Need, usize)> {
             kv_heads: spec.kv_heads,
             axis: site.options.axis,
             degree,
+            is_bound,
             legal: legal(),
         })
     }

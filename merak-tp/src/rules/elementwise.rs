@@ -48,9 +48,21 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
 }
 
 /// The mask of a slice over the sequence axis, which each tensor rank may have a slice of along the
-/// same dimension.
+/// same dimension, or along the one of the features behind it.
 fn of_sequence(site: &Site<'_>, shard: &Shard, dropout: &DropoutSpec) -> Option<DropoutSpec> {
     let own = || (shard.dim, shard.parts.iter().sum());
+    let of_features = dropout.cut_dim().is_some_and(|(dim, _)| dim == 2);
+    if of_features && shard.dim == 1 && dropout.nested.is_none() {
+        let (dim, full) = own();
+        let rows = AxisSlice {
+            mirrored: shard.mirrored,
+            ..AxisSlice::new(Axis::Sequence, dim, full)
+        };
+        return Some(DropoutSpec {
+            nested: Some(rows),
+            ..*dropout
+        });
+    }
     let (dim, full) = dropout.cut_dim().unwrap_or_else(own);
     let nested = dropout.slice.map(|slice| AxisSlice {
         full: full / site.degree,

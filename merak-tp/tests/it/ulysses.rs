@@ -73,9 +73,24 @@ fn check_by(
     sp: usize,
 ) {
     let along = |sequence| Options::along_sequence(sp, sequence, method);
-    let (whole, cut) = split(config, options, tensor, &along(CUT));
+    let (_, cut) = split(config, options, tensor, &along(CUT));
     let cut = cut.expect("the sequence can be cut");
     assert!(cut.report.gathers.is_empty(), "{}", cut.report);
+    check_gathering(method, config, options, tensor, sp);
+}
+
+/// The same where some values may be gathered.
+#[track_caller]
+fn check_gathering(
+    method: SequenceMethod,
+    config: &Json,
+    options: &TraceOptions,
+    tensor: &Options,
+    sp: usize,
+) {
+    let along = |sequence| Options::along_sequence(sp, sequence, method);
+    let (whole, cut) = split(config, options, tensor, &along(CUT));
+    let cut = cut.expect("the sequence can be cut");
     let degrees = degrees(tensor.degree, sp);
     assert_same_on(&whole, &cut.graph, degrees);
     let whole_sequences = match tensor.sequence {
@@ -363,20 +378,50 @@ fn sizes_that_do_not_divide_are_refused_with_those_that_do() {
     insta::assert_snapshot!(refused(&six, 8, &one, 2), @r#"model.layers.0.self_attn: 3 key/value heads of a rank can neither be split over sp = 2 nor repeated on it: choose "sp" among 1"#);
 }
 
+/// A BERT of one layer, for 101 classes or tokens.
+fn bert(architecture: &str) -> Json {
+    json!({ "model_type": "bert", "architectures": [architecture], "vocab_size": 101, "hidden_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24,
+        "max_position_embeddings": 16, "type_vocab_size": 101, "num_labels": 101, "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1 })
+}
+
 #[test]
-fn work_on_whole_sequences_is_refused() {
-    let bert = json!({ "model_type": "bert", "architectures": ["BertForSequenceClassification"], "vocab_size": 101,
-        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24,
-        "max_position_embeddings": 16, "type_vocab_size": 101, "num_labels": 101 });
-    let (_, cut) = split(
-        &bert,
-        &options(8),
-        &Options::new(1),
-        &Options::ulysses(2, CUT),
-    );
-    let error = cut.expect_err("it pools");
+fn encoders_and_translations_share_tables_of_biases_and_classifiers() {
+    let t5 = json!({ "model_type": "t5", "vocab_size": 101, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1,
+        "num_decoder_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 6, "tie_word_embeddings": false });
+    // Target sequences of the same length, and of another.
+    for (config, targets) in [
+        (t5, vec![8, 4]),
+        (bert("BertForMaskedLM"), vec![8]),
+        (bert("BertForSequenceClassification"), vec![8]),
+    ] {
+        for target in targets {
+            let options = TraceOptions {
+                target_seq: Some(target),
+                ..options(8)
+            };
+            for method in METHODS {
+                for (tp, sp) in [(1, 2), (1, 4), (2, 2)] {
+                    check_gathering(method, &config, &options, &Options::new(tp), sp);
+                }
+                let sliced = Options::new(2).with_sequence(CUT);
+                check_gathering(method, &config, &options, &sliced, 2);
+            }
+        }
+    }
+}
+
+#[test]
+fn layers_of_whole_sequences_are_refused() {
+    let vit = json!({ "model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "intermediate_size": 24, "image_size": 8, "patch_size": 4, "num_labels": 3 });
+    let along = Options::ulysses(2, CUT);
+    let (_, cut) = split(&vit, &options(5), &Options::new(1), &along);
+    let error = cut.expect_err("nothing is cut");
     assert!(matches!(error, Error::WholeSequence { degree: 2, .. }));
-    insta::assert_snapshot!(error.to_string(), @r#"sp = 2: bert.pooler.dense.weight is used on whole sequences, by bert.pooler.dense.linear, which has no form for slices of a sequence: set "sp" to 1; language models that read a text from left to right have none of these"#);
+    insta::assert_snapshot!(error.to_string(), @r#"sp = 2: vit.embeddings.patch_embeddings.projection.reshape_3 is used on whole sequences, by vit.embeddings.patch_embeddings.projection.linear, which has no form for slices of a sequence: set "sp" to 1; models of texts have none of these"#);
 }
 
 #[test]

@@ -112,6 +112,10 @@ impl Rule<'_, '_> {
             // Linear maps that are their own transpose, or that pass the incoming gradient on.
             Op::Dropout(_) | Op::Scale { .. } => self.one(0, self.node.op.clone(), &[dy]),
             Op::Identity | Op::AllReduce { .. } => Ok(self.pass(0, dy)),
+            Op::ShareGrad { ranks } => {
+                let factor = 1.0 / *ranks as f64;
+                self.one(0, Op::Scale { factor }, &[dy])
+            }
             Op::CopyTo { axis } => {
                 let op = Reduction::Sum;
                 self.one(0, Op::AllReduce { axis: *axis, op }, &[dy])

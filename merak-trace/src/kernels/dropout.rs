@@ -34,15 +34,18 @@ pub struct DropoutMask {
 
 /// Where a slice lies in its logical tensor `[samples, outer, dim, inner]`.
 ///
-/// The slice holds whole samples and `dim_local` of the `dim_full` indices of one dimension.
-/// Element `(s, o, d, i)` of the slice is drawn as element `(o dim_full + runs(d)) inner + i` of
-/// sample `first_sample + s`, so slices of one tensor draw the matching pieces of one mask.
+/// The slice holds whole samples, or some of their rows, and `dim_local` of the `dim_full` indices
+/// of one dimension. Element `(s, o, d, i)` of the slice is drawn as element
+/// `(rows(o) dim_full + runs(d)) inner + i` of sample `first_sample + s`, so slices of one tensor
+/// draw the matching pieces of one mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleSlice {
     /// Global index of the first sample.
     pub first_sample: u64,
     /// Product of the dimensions between sample and `dim`.
     pub outer: usize,
+    /// Where the rows that these number lie in the logical tensor.
+    pub rows: Runs,
     /// Size of the divided dimension in the logical tensor.
     pub dim_full: usize,
     /// Where the indices of that dimension in the slice lie in the logical tensor.
@@ -59,6 +62,7 @@ impl SampleSlice {
         Self {
             first_sample,
             outer: 1,
+            rows: Runs::one(0),
             dim_full: elements,
             runs: Runs::one(0),
             dim_local: elements,
@@ -75,7 +79,8 @@ impl SampleSlice {
             let (run, skip) = ((start + done) / run_len, (start + done) % run_len);
             let (sample, outer) = (run / self.outer, run % self.outer);
             let (dim, inner) = (skip / self.inner, skip % self.inner);
-            let element = (outer * self.dim_full + self.runs.at(dim)) * self.inner + inner;
+            let element =
+                (self.rows.at(outer) * self.dim_full + self.runs.at(dim)) * self.inner + inner;
             let neighbours = self.runs.neighbours(dim, self.dim_local) * self.inner - inner;
             let count = neighbours.min(len - done);
             let sample = self.first_sample + sample as u64;
@@ -212,6 +217,7 @@ mod tests {
         let slice = |first_sample, dim_start, dim_local| SampleSlice {
             first_sample,
             outer,
+            rows: Runs::one(0),
             dim_full: dim,
             runs: Runs::one(dim_start),
             dim_local,
@@ -232,6 +238,16 @@ mod tests {
                 assert_eq!(value, whole[at]);
             }
         }
+        // The first row and the last, of the first sample.
+        let rows = SampleSlice {
+            outer: 2,
+            rows: Runs::two(0, 1, outer - 1),
+            ..slice(5, 4, 5)
+        };
+        for (i, &value) in mask_of(0.5, rows, 2 * 5 * inner).iter().enumerate() {
+            let (row, rest) = ([0, outer - 1][i / (5 * inner)], i % (5 * inner));
+            assert_eq!(value, whole[(row * dim + 4) * inner + rest]);
+        }
     }
 
     proptest! {
@@ -244,6 +260,7 @@ mod tests {
             let place = |runs, dim_local| SampleSlice {
                 first_sample: 7,
                 outer,
+                rows: Runs::one(0),
                 dim_full: dim,
                 runs,
                 dim_local,

@@ -77,6 +77,7 @@ impl Op {
             | Self::Dropout(_)
             | Self::Scale { .. }
             | Self::Identity
+            | Self::ShareGrad { .. }
             | Self::Cast { .. }
             | Self::Reshape { .. }
             | Self::Transpose { .. }

@@ -90,6 +90,7 @@ impl Shapes<'_> {
             | Op::RelativeBuckets(_)
             | Op::Embedding { .. }
             | Op::Identity
+            | Op::ShareGrad { .. }
             | Op::Cast { .. }
             | Op::Reshape { .. }
             | Op::Transpose { .. }

@@ -132,6 +132,7 @@ impl Op {
             Self::SumAll => ("sum_all", Class::Total, own),
             Self::SumAllGrad => ("sum_all_grad", Class::Gradient, own),
             Self::Identity => ("identity", Class::Identity, view),
+            Self::ShareGrad { .. } => ("share_grad", Class::Identity, view),
             Self::Cast { .. } => ("cast", Class::Form, own),
             Self::Reshape { .. } => ("reshape", Class::Form, view),
             Self::Transpose { .. } => ("transpose", Class::Transpose, own),
@@ -253,6 +254,7 @@ impl Op {
             | Self::SumAll
             | Self::SumAllGrad
             | Self::Identity
+            | Self::ShareGrad { .. }
             | Self::Cast { .. }
             | Self::Reshape { .. }
             | Self::Transpose { .. }
@@ -351,6 +353,7 @@ impl Op {
             | Self::SumAll
             | Self::SumAllGrad
             | Self::Identity
+            | Self::ShareGrad { .. }
             | Self::Cast { .. }
             | Self::Reshape { .. }
             | Self::Transpose { .. }

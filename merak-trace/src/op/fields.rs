@@ -137,8 +137,8 @@ pub struct DropoutSpec {
     pub key: u64,
     /// Set when the value is a slice of a logical tensor.
     pub slice: Option<AxisSlice>,
-    /// Set when that slice is cut once more along the same dimension, over another axis; its size
-    /// is that of the slice.
+    /// Set when that slice is cut once more, over another axis: along the same dimension, and its
+    /// size is that of the slice, or along the one before it.
     #[serde(default)]
     pub nested: Option<AxisSlice>,
 }
@@ -155,8 +155,20 @@ impl DropoutSpec {
         let of = |slice: AxisSlice, size| slice.runs(place.get(slice.axis), size);
         match (self.slice, self.nested) {
             (None, _) => Runs::one(0),
-            (Some(slice), None) => of(slice, local),
-            (Some(slice), Some(nested)) => of(slice, nested.full).skip(of(nested, local).at(0)),
+            (Some(slice), Some(nested)) if nested.dim == slice.dim => {
+                of(slice, nested.full).skip(of(nested, local).at(0))
+            }
+            (Some(slice), _) => of(slice, local),
+        }
+    }
+
+    /// The same of the dimension before that one.
+    pub fn row_runs(&self, place: Coord, local: usize) -> Runs {
+        match (self.slice, self.nested) {
+            (Some(slice), Some(nested)) if nested.dim != slice.dim => {
+                nested.runs(place.get(nested.axis), local)
+            }
+            _ => Runs::one(0),
         }
     }
 }

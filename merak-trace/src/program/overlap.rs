@@ -450,6 +450,7 @@ fn samples(op: &Op) -> Samples {
         | Op::Mul
         | Op::Scale { .. }
         | Op::Identity
+        | Op::ShareGrad { .. }
         | Op::Cast { .. }
         | Op::Reshape { .. }
         | Op::CopyTo { .. }

@@ -197,6 +197,7 @@ impl Cases {
             Op::SumLeading { shape: vec![7] },
             Op::SumAll,
             Op::Identity,
+            Op::ShareGrad { ranks: 4 },
         ] {
             self.unary(&op);
         }

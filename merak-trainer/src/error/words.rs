@@ -2,7 +2,6 @@
 
 use super::{ConfigError, Error};
 use merak_ckpt::words::{file, sentence};
-use merak_mpu::Axis;
 use std::{fmt, path::Path};
 
 /// The part of a step in which a rank failed.
@@ -170,9 +169,12 @@ pub(super) fn of_a_split(error: &merak_tp::Error) -> &'static str {
         E::IncompleteLists { .. } | E::NoLists { .. } | E::NothingToSplit { .. } => {
             "; a configuration has the lists in its table [tp_layer_lists], and tp_layer_lists = \"auto\" for `auto_lists`"
         }
-        E::Heads { axis, .. } | E::KvHeads { axis, .. } if *axis == Axis::Sequence => {
-            ", or \"sp_method\" = \"ring\" or \"all_gather\", which share no heads"
+        E::Heads {
+            is_bound: false, ..
         }
+        | E::KvHeads {
+            is_bound: false, ..
+        } => ", or \"sp_method\" = \"ring\" or \"all_gather\", which share no heads",
         _ => "",
     }
 }

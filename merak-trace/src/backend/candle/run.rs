@@ -57,7 +57,7 @@ pub(super) fn run(
         Op::DocumentPositions { first } => node.document_positions(&inputs[0], *first),
         Op::SeenPositions { first } => node.seen_positions(&inputs[0], *first),
         Op::RelativeBuckets(spec) => node.relative_buckets(spec),
-        Op::Identity | Op::CopyTo { .. } => Ok(inputs),
+        Op::Identity | Op::ShareGrad { .. } | Op::CopyTo { .. } => Ok(inputs),
         Op::Reshape { .. } => node.reshape(&inputs[0]),
         Op::Transpose { perm } => node.transpose(&inputs[0], perm),
         Op::Cast { dtype } => node.cast(&inputs[0], *dtype),

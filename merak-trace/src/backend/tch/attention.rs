@@ -330,6 +330,7 @@ impl Node<'_> {
         let slice = SampleSlice {
             first_sample: context.sample_base,
             outer: 1,
+            rows: Runs::one(0),
             dim_full: dropout.cut_dim().map_or(spec.heads, |(_, full)| full),
             runs: dropout.runs(context.place, spec.heads),
             dim_local: spec.heads,

@@ -1,6 +1,7 @@
 //! L2 and N5 with ranks that share each sequence: they change numbers by the order of summation
 //! only.
 
+use merak_ckpt::GenerateOptions;
 use merak_trainer::{
     MerakTrainer, Result, Workload, chain,
     data::{Dataset, LABELS, Sample, SampleTensor},
@@ -37,6 +38,29 @@ fn every_family_trains_like_one_rank() {
     }
     for case in [Case::gpt2(), Case::llama()] {
         check(&case, &[2, 4].map(|sp| case.clone().sharing(sp)), 20);
+    }
+}
+
+#[test]
+fn encoders_and_translations_train_like_one_rank() {
+    let of_texts = encoders::models().into_iter();
+    for (_, case) in of_texts.filter(|(model, _)| *model != "vit") {
+        let shared = |sp: usize, method| case.clone().sharing(sp).with("sp_method", method);
+        let wide = shared(2, "ulysses").on((1, 2, 2)).with("zero_stage", 3);
+        let cases = [
+            shared(2, "ulysses"),
+            shared(4, "ulysses"),
+            shared(4, "ring"),
+            shared(2, "all_gather").on((2, 1, 1)).with("zero_stage", 2),
+            wide,
+            shared(2, "ulysses")
+                .on((1, 2, 1))
+                .with("sequence_parallel", true),
+        ];
+        check(&case, &cases, 3);
+        let evaluated = |case: &Case| case.on_ranks(MerakTrainer::evaluate)[0].eval_loss;
+        let gap = (evaluated(&cases[2]) / evaluated(&case) - 1.0).abs();
+        assert!(gap < 1e-6, "{gap:e} in {case:?}");
     }
 }
 
@@ -242,6 +266,27 @@ fn evaluations_and_tokens_are_those_of_one_rank() {
     }
 }
 
+fn t5() -> Case {
+    let mut models = encoders::models().into_iter();
+    let t5 = models.find(|(model, _)| *model == "t5");
+    t5.expect("it is there").1
+}
+
+#[test]
+fn translations_have_the_tokens_of_one_rank() {
+    let (prompts, greedy) = greedy();
+    let options = GenerateOptions {
+        decoder_start_token_id: Some(0),
+        ..greedy
+    };
+    let alone = generate(&t5(), &prompts, &options);
+    for (degrees, sp, method) in [((1, 1, 1), 4, "ulysses"), ((1, 2, 2), 2, "ring")] {
+        let case = t5().on(degrees).sharing(sp);
+        let tokens = generate(&case.with("sp_method", method), &prompts, &options);
+        assert_eq!(tokens, alone, "{sp} {method}");
+    }
+}
+
 /// Sequences of a length.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Long {
@@ -311,9 +356,8 @@ fn what_cannot_be_shared_is_refused_with_what_can() {
     insta::assert_snapshot!(message(&both.with("seq_length", 6)), @r#""seq_length" is 6 (command line --seq_length), but must be a multiple of "tp" x "sp", which is 4, while "sequence_parallel" is true, such as 4"#);
     insta::assert_snapshot!(message(&shared(4).on((1, 2, 1))), @r#"transformer.h.0.attn: 2 attention heads of a rank cannot be split over sp = 4: choose "sp" among 1, 2, or "sp_method" = "ring" or "all_gather", which share no heads"#);
     insta::assert_snapshot!(message(&shared(2).with("sequence_dim", 0)), @r#""sequence_dim" is 0, but the hidden states of a gpt2 are [batch, sequence, width]: choose 1; 0 is for models of your own with [sequence, batch, width]"#);
-    let encoder = encoders::models()
-        .into_iter()
-        .find(|(name, _)| *name == "t5");
-    let encoder = encoder.expect("it is there").1;
-    insta::assert_snapshot!(message(&encoder.sharing(2)), @r#"sp = 2: encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight is used on whole sequences, by encoder.block.0.layer.0.SelfAttention.attention, which has no form for slices of a sequence: set "sp" to 1; language models that read a text from left to right have none of these"#);
+    let images = encoders::vit(0.1).sharing(5);
+    insta::assert_snapshot!(message(&images), @r#"sp = 5: vit.embeddings.patch_embeddings.projection.reshape_3 is used on whole sequences, by vit.embeddings.patch_embeddings.projection.linear, which has no form for slices of a sequence: set "sp" to 1; models of texts have none of these"#);
+    let t5 = t5().sharing(8);
+    insta::assert_snapshot!(message(&t5.with("sp_method", "ring")), @r#"encoder.block.0.layer.0.SelfAttention: 4 attention heads of a rank cannot be split over sp = 8: choose "sp" among 1, 2, 4"#);
 }
