@@ -23,7 +23,7 @@ pub type Make = dyn Fn(usize) -> merak_mpu::Result<Numbers>;
 /// [`Make`] in memory of the host.
 ///
 /// # Errors
-/// None.
+/// None of its own; a device may lack the memory.
 pub fn on_host(len: usize) -> merak_mpu::Result<Numbers> {
     Ok(Box::new(vec![1.0_f32; len]))
 }
