@@ -51,7 +51,7 @@ pub(super) fn describe(config: Option<&Config>) -> String {
 
 /// Memory of libtorch; no other backend has memory on a device.
 #[cfg(feature = "tch")]
-fn device_memory() -> merak_mpu::nccl::Allocate {
+fn device_memory() -> nccl::Allocate {
     use merak_mpu::Buffer;
     use merak_trace::{
         Backend,
