@@ -304,7 +304,7 @@ impl<P: Send> Run<'_, P> {
         let rank = self.engine.rank;
         let (stage, microbatch) = (action.stage.0, action.microbatch.0);
         let kind = action.kind.letter();
-        let _span = tracing::trace_span!("microbatch", stage, microbatch, %kind).entered();
+        let _span = tracing::error_span!("microbatch", stage, microbatch, %kind).entered();
         tracing::trace!(rank, "action");
         let outcome = match action.kind {
             Kind::Forward => module.forward(action, input),
@@ -331,7 +331,7 @@ impl<P: Send> Run<'_, P> {
         M: StageModule<Payload = P>,
     {
         let rank = self.engine.rank;
-        let _span = tracing::trace_span!("microbatches", %forward, %backward).entered();
+        let _span = tracing::error_span!("microbatches", %forward, %backward).entered();
         tracing::trace!(rank, "actions at once");
         let outcome = module.forward_and_backward(forward, input, backward, grad);
         outcome.map_err(|source| Error::Stage {

@@ -43,7 +43,8 @@ pub enum Error {
         axis: Axis,
         /// Its degree.
         degree: usize,
-        /// Whether every [`SequenceMethod`](crate::SequenceMethod) shares them out.
+        /// Whether they are shared out by every [`SequenceMethod`](crate::SequenceMethod), so that
+        /// another one does not help.
         is_bound: bool,
         /// The degrees that share out all heads, and that all other layers allow; at most one more
         /// than are shown.
@@ -64,7 +65,8 @@ pub enum Error {
         axis: Axis,
         /// Its degree.
         degree: usize,
-        /// Whether every [`SequenceMethod`](crate::SequenceMethod) shares them out.
+        /// Whether they are shared out by every [`SequenceMethod`](crate::SequenceMethod), so that
+        /// another one does not help.
         is_bound: bool,
         /// The degrees that share out all heads, and that all other layers allow; at most one more
         /// than are shown.

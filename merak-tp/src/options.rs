@@ -29,6 +29,9 @@ pub enum Sequence {
 /// their number `N` divides the sequence (the second dimension), the sequence is cut into `2N`
 /// slices: rank `r` has the `r`-th from the beginning and the `r`-th from the end. All ranks do the
 /// same work then.
+///
+/// Attentions with a table of biases, or with keys of another length, share out their heads by
+/// every method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SequenceMethod {
     /// The heads are shared out between an all-to-all before and one after each attention ([Jacobs

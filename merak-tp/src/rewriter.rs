@@ -514,7 +514,7 @@ impl<'a> Rewriter<'a> {
             self.graph.add_output(port.name.clone(), value);
         }
         if self.options.axis == Axis::Sequence {
-            self.refuse_shared_work()?;
+            self.refuse_whole_layers()?;
             self.summed.clear();
         }
         let summed = self.summed.iter().filter_map(|&param| {
@@ -535,7 +535,7 @@ impl<'a> Rewriter<'a> {
     /// Refuses layers of which every rank of the sequence axis does all the work: they have whole
     /// sequences `[.., .., width]`, or nothing is cut. What follows from a few positions, such as
     /// classes, is little work.
-    fn refuse_shared_work(&self) -> Result<()> {
+    fn refuse_whole_layers(&self) -> Result<()> {
         if self.options.is_whole() {
             return Ok(());
         }

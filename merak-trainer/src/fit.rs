@@ -229,7 +229,7 @@ impl Plan {
                     // Without a cache, keys and values are computed again for each token.
                     let kept = if args.use_cache { positions } else { 0 };
                     let of_position = cached_bytes(&first, width, has_encoder);
-                    let cache = of_position.saturating_mul(kept.div_ceil(args.dp));
+                    let cache = of_position.saturating_mul(kept.div_ceil(args.replicas()));
                     let mut bytes = forward_bytes(&first, width);
                     for more in [cache, self.gathered_bytes(args, rank)?] {
                         bytes.activations = bytes.activations.saturating_add(more);
@@ -551,22 +551,26 @@ mod tests {
 
     #[test]
     fn a_run_that_trains_nothing_needs_neither_gradients_nor_optimizer_state() {
-        let (plan, args) = plan(&[]);
-        let params = plan.graph.num_elements();
-        let plan = plan.frozen();
-        let need = |positions| {
-            let need = plan.memory(&args, &[Workload::Generation { positions }]);
+        let need = |keys: &[&str], positions| {
+            let (plan, args) = plan(keys);
+            let need = plan
+                .frozen()
+                .memory(&args, &[Workload::Generation { positions }]);
             need.unwrap()[0]
         };
-        let few = need(1);
+        let params = plan(&[]).0.graph.num_elements();
+        let few = need(&[], 1);
         assert_eq!(
             (few.weights, few.gradients, few.optimizer),
             (4 * params, 0, 0)
         );
-        // Keys and values of 16 numbers in each of two layers.
-        let cache = need(1001).activations - few.activations;
-        assert_eq!(cache, 1000 * 2 * 2 * 16 * 4);
-        assert_eq!(need(usize::MAX).total(), usize::MAX);
+        // Keys and values of 16 numbers in each of two layers; ranks of a sequence share out the
+        // prompts.
+        for (keys, positions) in [(&[][..], 1000), (&["sp=2"], 500)] {
+            let cache = need(keys, 1001).activations - need(keys, 1).activations;
+            assert_eq!(cache, positions * 2 * 2 * 16 * 4);
+        }
+        assert_eq!(need(&[], usize::MAX).total(), usize::MAX);
     }
 
     #[test]

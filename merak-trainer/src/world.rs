@@ -162,7 +162,7 @@ impl World {
     /// process that fails ends the world.
     ///
     /// # Errors
-    /// That of `find`; [`Error::OtherRank`] in the processes of the ranks that did not fail.
+    /// That of `find`; [`Error::Rank`] in the processes of the ranks that did not fail.
     pub(crate) fn together<T>(&self, find: impl FnOnce(&Member) -> Result<T>) -> Result<Option<T>> {
         let Ranks::Process { member, .. } = &self.0 else {
             return Ok(None);

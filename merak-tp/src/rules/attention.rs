@@ -25,7 +25,7 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
     let (is_split, is_bound, turns) = match site.options.axis {
         Axis::Sequence => {
             let is_split = along(SEQUENCE).all(|shard| shard.is_some());
-            // The places of queries among keys of another sequence do not follow from their slice,
+            // The places of queries among keys of another length do not follow from their slice,
             // nor do the rows of an index of biases.
             let is_of_itself = site.types[0].shape[SEQUENCE] == site.types[1].shape[SEQUENCE];
             let is_free = is_of_itself && options.table.is_none();

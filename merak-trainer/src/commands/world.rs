@@ -11,7 +11,7 @@ use merak_trainer::{
     network::{Make, on_host},
 };
 use serde_json::{Value, json};
-use std::{env, time::Duration};
+use std::{env, iter, time::Duration};
 
 /// Longest wait for the other processes where the configuration cannot be read.
 const RENDEZVOUS: Duration = Duration::from_mins(1);
@@ -107,15 +107,12 @@ fn expect_single_rank(engine: ChosenEngine, config: &Config) -> Result<()> {
     if ranks == 1 {
         return Ok(());
     }
-    let words = env::args_os().skip(1);
-    let words: Vec<_> = words.map(|word| quoted(&word.to_string_lossy())).collect();
-    let starter = starter(engine, ranks);
+    let command = command_by(engine, ranks);
     let key = "distributed.engine";
     Err(Error::CommandLine(format!(
         "\"{key}\" is {engine} ({}), whose ranks are processes, but one process was started for \
-         {ranks} ranks: write `{starter} {}`, or choose auto, whose ranks are then threads",
+         {ranks} ranks: write `{command}`, or choose auto, whose ranks are then threads",
         config.origin(key),
-        words.join(" ")
     )))
 }
 
@@ -157,22 +154,28 @@ pub(crate) fn members(
         ChosenEngine::Threads => threads::world(ranks, threads::WorldOptions::default()),
         ChosenEngine::Tcp if alone => tcp::world(ranks, RENDEZVOUS)?,
         engine if alone && ranks > 1 => {
-            let starter = starter(engine, ranks);
+            let command = command_by(engine, ranks);
             return Err(Error::CommandLine(format!(
                 "the ranks of the engine {engine} are processes, but one process was started for \
-                 {ranks} ranks: start them by {starter}, or choose threads or tcp"
+                 {ranks} ranks: write `{command}`, or choose threads or tcp"
             )));
         }
         engine => vec![join_by(engine, launch, RENDEZVOUS, Some(config))?],
     })
 }
 
-/// What starts the processes of an engine.
-fn starter(engine: ChosenEngine, ranks: usize) -> String {
-    match engine {
+/// This command behind what starts the processes of an engine.
+fn command_by(engine: ChosenEngine, ranks: usize) -> String {
+    let starter = match engine {
         ChosenEngine::Mpi => format!("mpirun -n {ranks} merak"),
         _ => format!("merak launch -n {ranks} --"),
-    }
+    };
+    let words = env::args_os().skip(1);
+    let words = words.map(|word| quoted(&word.to_string_lossy()));
+    iter::once(starter)
+        .chain(words)
+        .collect::<Vec<_>>()
+        .join(" ")
 }
 
 /// The group of all ranks, and what makes the numbers that they exchange when their engine is

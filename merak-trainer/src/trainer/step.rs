@@ -59,15 +59,15 @@ impl MerakTrainer {
         self.within(StepPart::Train, step, Self::step)
     }
 
-    /// Runs a part of a step, whose number stands on each event where a filter shows events of
-    /// this level. A failure, also by a panic, names its place.
+    /// Runs a part of a step, whose number stands on each event: no filter that shows one leaves
+    /// out a span of errors. A failure, also by a panic, names its place.
     pub(super) fn within<T>(
         &mut self,
         part: StepPart,
         step: usize,
         work: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
-        let _span = tracing::debug_span!("step", step, ?part).entered();
+        let _span = tracing::error_span!("step", step, ?part).entered();
         // A trainer that has failed is not used again, so no broken invariant is seen.
         let outcome = panic::catch_unwind(AssertUnwindSafe(|| work(self)));
         let outcome = outcome.unwrap_or_else(|payload| {
@@ -175,7 +175,7 @@ impl MerakTrainer {
         let batches = self.next_batches(step)?;
         self.records.lap(Instruction::LoadMicroBatch, start);
         let (labels, loss_grad) = self.loss_grad(&batches)?;
-        self.warn_of_no_labels(step, &batches, labels);
+        self.warn_of_no_labels(&batches, labels);
         let dp_rank = self.stages.mpu.data_parallel_rank();
         let order = self.progress.order()?;
         let first_samples = (0..self.args.gradient_accumulation_steps)
@@ -307,14 +307,13 @@ impl MerakTrainer {
     }
 
     /// Warns where no sample of a step has a label, on one of the ranks that know.
-    fn warn_of_no_labels(&self, step: usize, batches: &[Batch], labels: f64) {
+    fn warn_of_no_labels(&self, batches: &[Batch], labels: f64) {
         let mpu = &self.stages.mpu;
         let tells = mpu.data_parallel_rank() == 0 && mpu.sequence_tensor_parallel_rank() == 0;
         if labels == 0.0 && self.stages.has_last() && tells {
             let indices = batches.iter().map(|batch| &batch.microbatch.indices);
             let samples: Vec<_> = indices.flatten().copied().collect();
             tracing::warn!(
-                step = step + 1,
                 ?samples,
                 "no sample of the step has a label: its loss is 0 and its gradients are zero"
             );

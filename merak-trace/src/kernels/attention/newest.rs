@@ -31,8 +31,8 @@ pub struct Newest<'a, T> {
 /// # Shapes
 ///
 /// See [`Newest`]. Of the spec, only the heads, the scale, the window and the bias are used. A query
-/// sees all keys, as the last position of a causal attention does. The bias is that of a sequence
-/// with a key for each of its rows' elements; a shorter one has the last of them.
+/// sees all keys, as the last position of a causal attention does. A row of the bias has an element
+/// for each key of the longest sequence; a shorter sequence takes the last ones.
 ///
 /// # Panics
 ///

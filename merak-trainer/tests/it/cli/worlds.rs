@@ -72,7 +72,7 @@ fn the_bench_of_nccl_says_what_it_lacks() {
         assert_eq!(ended.stderr.matches(told).count(), 1, "{}", ended.stderr);
         assert_eq!(ended.stdout, "");
     }
-    assert_snapshot!(place.mistake("bench collectives --engine nccl --world 2"), @"error: the ranks of the engine nccl are processes, but one process was started for 2 ranks: start them by merak launch -n 2 --, or choose threads or tcp");
+    assert_snapshot!(place.mistake("bench collectives --engine nccl --world 2"), @"error: the ranks of the engine nccl are processes, but one process was started for 2 ranks: write `merak launch -n 2 -- bench collectives --engine nccl --world 2`, or choose threads or tcp");
 }
 
 #[test]
