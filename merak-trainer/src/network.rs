@@ -6,7 +6,9 @@ use crate::{
     error::Result,
     world::{World, ranks_at_once, run_on},
 };
-use merak_mpu::{Buffer, Group, GroupKind, Member, Memory, Packet, ReduceOp, Topology, threads};
+use merak_mpu::{
+    Axis, Buffer, Group, GroupKind, Member, Memory, Packet, ReduceOp, Topology, threads,
+};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
@@ -247,6 +249,16 @@ impl Line {
         }
     }
 
+    /// The larger of each number among the ranks of a group.
+    fn of_slowest(self, group: &Group) -> Result<Self> {
+        let own = vec![self.latency, self.per_byte];
+        let slowest = group.all_reduce_vec(own, ReduceOp::Max)?;
+        Ok(Self {
+            latency: slowest[0],
+            per_byte: slowest[1],
+        })
+    }
+
     pub(crate) fn seconds(self, bytes: usize) -> f64 {
         self.latency + self.per_byte * bytes as f64
     }
@@ -257,8 +269,10 @@ impl Line {
 pub(crate) struct Network {
     /// A message from stage to stage.
     pub(crate) send: Line,
-    /// A sum over the ranks of a layer, on a core for each.
-    pub(crate) all_reduce: Line,
+    /// A sum over the ranks that share a layer, on a core for each.
+    pub(crate) tensor: Line,
+    /// A sum over the ranks that share a sequence, on a core for each.
+    pub(crate) sequence: Line,
     /// A sum over the copies of a parameter, on a core for each.
     pub(crate) copies: Line,
 }
@@ -268,7 +282,8 @@ impl Network {
     pub(crate) fn numbers(&self) -> impl Iterator<Item = (String, f64)> + use<> {
         let lines = [
             ("send", self.send),
-            ("all_reduce", self.all_reduce),
+            ("tensor", self.tensor),
+            ("sequence", self.sequence),
             ("copies", self.copies),
         ];
         lines.into_iter().flat_map(|(name, line)| {
@@ -277,37 +292,54 @@ impl Network {
         })
     }
 
+    /// A sum over the ranks along an axis.
+    pub(crate) fn sum_over(&self, axis: Axis) -> Line {
+        match axis {
+            Axis::Tensor => self.tensor,
+            Axis::Sequence => self.sequence,
+            Axis::Data | Axis::Pipeline => self.copies,
+        }
+    }
+
     /// Times the exchanges of a run over what connects its ranks.
     ///
     /// # Communication
     /// Between processes, messages and all-reduces over groups of the run, all groups of a kind at
-    /// the same time. Each rank has the times of its own groups.
+    /// the same time, and all-reduces over all ranks. Each rank has the times of the slowest group
+    /// of each kind, for which a step waits.
     ///
     /// # Errors
     /// When a rank fails.
     pub(crate) fn measure(args: &CheckedArguments, world: &World) -> Result<Self> {
         match world.together(|member| Self::of_process(member, args))? {
             Some(network) => Ok(network),
-            None => Self::of_threads(args.tp.max(args.replicas()), ranks_at_once(args)),
+            None => Self::of_threads(args),
         }
     }
 
-    /// Among ranks that are threads: messages between two, and sums over `group` of them, `at_once`
-    /// of which have cores at a time.
-    fn of_threads(group: usize, at_once: usize) -> Result<Self> {
-        let group = group.max(2);
-        let all_reduce = Line::of_threads(&ALL_REDUCE, group)?.of_each(group, at_once);
+    /// Among ranks that are threads. What one rank would sum alone takes no time.
+    fn of_threads(args: &CheckedArguments) -> Result<Self> {
+        let at_once = ranks_at_once(args);
+        let sum = |ranks: usize| -> Result<Line> {
+            if ranks < 2 {
+                return Ok(Line::default());
+            }
+            Ok(Line::of_threads(&ALL_REDUCE, ranks)?.of_each(ranks, at_once))
+        };
         Ok(Self {
             send: Line::of_threads(&HAND_OVER, 2)?,
-            all_reduce,
-            copies: all_reduce,
+            tensor: sum(args.tp)?,
+            sequence: sum(args.sp)?,
+            // Stages have copies of tied weights.
+            copies: sum(args.replicas().max(args.pp.min(2)))?,
         })
     }
 
     /// Among processes, of which this one is `member`.
     fn of_process(member: &Member, args: &CheckedArguments) -> Result<Self> {
-        use GroupKind::{DataSequence, Pipeline, Sequence, SequenceTensor};
+        use GroupKind::{DataSequence, Pipeline, Sequence, Tensor};
         let topology = Topology::new(args.degrees())?;
+        let everybody = member.world_group()?;
         let (sharers, at_once) = (args.core_sharers(), ranks_at_once(args));
         // The times of the first group with several ranks, and whether it has several hosts. What
         // no group of the run exchanges takes no time.
@@ -325,15 +357,18 @@ impl Network {
         // On one host sums are work of the cores; on several, ranks wait for the network.
         let sum = |kinds: &[GroupKind]| -> Result<Line> {
             let (line, waits) = first(&ALL_REDUCE, kinds)?;
-            Ok(if waits {
+            let work = if waits {
                 line
             } else {
                 line.of_each(sharers, at_once)
-            })
+            };
+            work.of_slowest(&everybody)
         };
+        let (send, _) = first(&HAND_OVER, &[Pipeline, Sequence])?;
         Ok(Self {
-            send: first(&HAND_OVER, &[Pipeline, Sequence])?.0,
-            all_reduce: sum(&[SequenceTensor])?,
+            send: send.of_slowest(&everybody)?,
+            tensor: sum(&[Tensor])?,
+            sequence: sum(&[Sequence])?,
             // Stages have copies of tied weights.
             copies: sum(&[DataSequence, Pipeline])?,
         })
@@ -364,33 +399,75 @@ mod tests {
     }
 
     /// What each of some processes measures, which threads play.
-    fn of_processes(dp: usize, tp: usize, pp: usize) -> Vec<Network> {
+    fn of_processes([dp, tp, pp, sp]: [usize; 4]) -> Vec<Network> {
         let arguments = MerakArguments {
             dp,
             tp,
             pp,
+            sp,
             ..MerakArguments::default()
         };
         let args = arguments.check().unwrap();
-        testing::world(dp * tp * pp, |member| {
+        testing::world(args.world_size(), |member| {
             let world = World::of_process(member, ChosenEngine::Tcp).unwrap();
             Network::measure(&world.place(args.clone()), &world).unwrap()
         })
     }
 
     #[test]
-    fn processes_time_the_exchanges_of_their_own_groups_and_no_others() {
+    fn processes_time_the_exchanges_of_the_groups_of_a_run_and_no_others() {
         let took = |line: Line| line.seconds(1 << 20) > 0.0;
         for (degrees, expected) in [
-            ((2, 2, 1), [false, true, true]),
-            ((1, 2, 1), [false, true, false]),
-            ((1, 1, 2), [true, false, true]),
+            ([2, 2, 1, 1], [false, true, false, true]),
+            ([1, 2, 1, 1], [false, true, false, false]),
+            ([1, 1, 2, 1], [true, false, false, true]),
+            ([1, 1, 1, 2], [true, false, true, true]),
         ] {
-            let (dp, tp, pp) = degrees;
-            for network in of_processes(dp, tp, pp) {
-                let found = [network.send, network.all_reduce, network.copies].map(took);
-                assert_eq!(found, expected, "{degrees:?}: {network:?}");
-            }
+            let networks = of_processes(degrees);
+            let network = networks[0];
+            let lines = [
+                network.send,
+                network.tensor,
+                network.sequence,
+                network.copies,
+            ];
+            assert_eq!(lines.map(took), expected, "{degrees:?}: {network:?}");
+            // Every rank has the times of the slowest group.
+            assert!(networks.iter().all(|other| *other == network));
+        }
+    }
+
+    #[test]
+    fn a_step_waits_for_the_slowest_group() {
+        let slowest = testing::world(3, |member| {
+            let rank = member.rank().0 as f64;
+            let own = Line {
+                latency: rank,
+                per_byte: 2.0 - rank,
+            };
+            own.of_slowest(&member.world_group().unwrap()).unwrap()
+        });
+        let expected = Line {
+            latency: 2.0,
+            per_byte: 2.0,
+        };
+        assert_eq!(slowest, [expected; 3]);
+    }
+
+    #[test]
+    fn a_sum_takes_the_time_of_the_ranks_along_its_axis() {
+        let line = |latency| Line {
+            latency,
+            per_byte: 0.0,
+        };
+        let network = Network {
+            send: line(1.0),
+            tensor: line(2.0),
+            sequence: line(3.0),
+            copies: line(4.0),
+        };
+        for (axis, expected) in [(Axis::Tensor, 2.0), (Axis::Sequence, 3.0)] {
+            assert_eq!(network.sum_over(axis), line(expected), "{axis:?}");
         }
     }
 

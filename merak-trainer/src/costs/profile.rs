@@ -224,12 +224,13 @@ impl Profile {
 
     /// Seconds of a node.
     pub(super) fn node(&self, graph: &Graph, node: &Node) -> f64 {
-        let exchange = node.op.communicates();
-        if let Some(exchange) = exchange.and_then(|_| Exchange::of(graph, node)) {
+        let axis = node.op.communicates();
+        let exchange = axis.and_then(|axis| Some((axis, Exchange::of(graph, node)?)));
+        if let Some((axis, exchange)) = exchange {
             return match node.op.ring() {
                 Some(ring) => self.ring(graph, node, &ring, exchange),
                 // Each collective counts as the reduction of as many bytes.
-                None => self.network.all_reduce.seconds(exchange.rank_bytes),
+                None => self.network.sum_over(axis).seconds(exchange.rank_bytes),
             };
         }
         let region = node.op.region().map(|region| region.kind);
