@@ -90,14 +90,10 @@ impl StepCosts for RunCosts<'_> {
         }
     }
 
-    /// A rank needs a core per thread.
     fn cores(&self) -> f64 {
         match self.model {
             CostModel::Counted => Counted.cores(),
-            CostModel::Measured(_) => {
-                let beside = self.args.replicas() * self.args.tp * threads_per_rank(self.args);
-                cores_here(self.args) as f64 / beside as f64
-            }
+            CostModel::Measured(profile) => profile.cores,
         }
     }
 
@@ -117,6 +113,13 @@ impl StepCosts for RunCosts<'_> {
     fn unit(&self) -> &'static str {
         self.model.unit()
     }
+}
+
+/// Ranks of a pipeline that compute at once, each on a core per thread.
+fn pipeline_cores(args: &CheckedArguments) -> f64 {
+    // Of a host's ranks the share cores / (ranks · threads) computes at once, and of a pipeline's.
+    let needed = args.ranks_here() * threads_per_rank(args);
+    (args.pp * cores_here(args)) as f64 / needed as f64
 }
 
 impl CostModel {
@@ -244,6 +247,39 @@ mod tests {
     use super::*;
     use crate::config::{Host, MerakArguments};
     use merak_mpu::ChosenEngine;
+
+    #[test]
+    fn stages_on_several_hosts_compute_at_once() {
+        let arguments = MerakArguments {
+            pp: 2,
+            ..MerakArguments::default()
+        };
+        let threads = arguments.check().unwrap();
+        let on = |of_ranks: [u32; 2], core_sharers| {
+            let host = Host {
+                engine: ChosenEngine::Tcp,
+                number: 0,
+                of_ranks: of_ranks.into(),
+                core_sharers,
+                shared_bytes: 0,
+            };
+            pipeline_cores(&threads.clone().on(host))
+        };
+        let is_near = |found: f64, expected: f64| (found - expected).abs() < 1e-12;
+        assert!(is_near(on([0, 1], 1), 2.0));
+        assert!(is_near(on([0, 0], 2), pipeline_cores(&threads)));
+    }
+
+    #[test]
+    fn all_processes_plan_for_the_cores_that_the_first_rank_tells() {
+        let args = MerakArguments::default().check().unwrap();
+        let told = Profile {
+            cores: 1.5,
+            ..Profile::default()
+        };
+        let costs = CostModel::from(Some(told));
+        assert!((costs.under(&args).cores() - 1.5).abs() < 1e-12);
+    }
 
     #[test]
     fn sums_within_a_layer_pass_alone_where_its_ranks_are_on_several_hosts() {

@@ -1,7 +1,7 @@
 //! The profiling run: every kind of node of a model, on as many ranks as the run will have.
 
 use super::{
-    Profile,
+    Profile, pipeline_cores,
     profile::{calls, of_node},
     timed::Timed,
 };
@@ -139,6 +139,7 @@ pub(super) fn profile(
     let at_once = ranks_at_once(args);
     profile.per_param *= at_once.min(world) as f64 / world as f64;
     profile.network = network;
+    profile.cores = pipeline_cores(args);
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     profile.measured_at = since.map_or(0, |since| since.as_secs());
     Ok(profile)

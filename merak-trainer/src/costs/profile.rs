@@ -3,7 +3,7 @@
 use super::{
     AGREEMENT, CostCache, Doubt, Measurement,
     cache::{self, Profiles},
-    measure,
+    measure, pipeline_cores,
 };
 use crate::{
     config::CheckedArguments,
@@ -39,6 +39,8 @@ pub struct Profile {
     pub(super) per_node: f64,
     /// Seconds of an optimizer step for each parameter.
     pub(super) per_param: f64,
+    /// [`pipeline_cores`] on the host of the first rank, for the plans of all ranks.
+    pub(super) cores: f64,
     pub(crate) network: Network,
 }
 
@@ -92,7 +94,10 @@ impl Profile {
             known = cache.map_or_else(Profiles::new, |cache| cache::read(&cache.file));
             let profiles = known.entry(measure::conditions(args)).or_default();
             let found = profiles.iter().rposition(|found| found.covers(&programs));
-            let found = found.map(|at| profiles.remove(at));
+            let found = found.map(|at| Self {
+                cores: pipeline_cores(args),
+                ..profiles.remove(at)
+            });
             let is_sure = found
                 .as_ref()
                 .is_some_and(|found| found.doubt != Doubt::Open);
