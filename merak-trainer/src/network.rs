@@ -374,17 +374,23 @@ impl Network {
         })
     }
 
-    /// Bytes that [`Network::measure`] needs.
-    pub(crate) fn needed_bytes(group: usize) -> u64 {
-        let bytes = |world: usize| (world as u64).saturating_mul(sizes(world)[1] as u64);
-        bytes(2).max(bytes(group.max(2)))
+    /// Bytes that [`Network::measure`] needs on this host.
+    pub(crate) fn needed_bytes(args: &CheckedArguments) -> u64 {
+        let largest = args.tp.max(args.replicas());
+        // All groups of processes are timed at once. A rank holds what it sums and what comes in.
+        let processes = args.are_processes().then(|| 2 * args.ranks_here());
+        let bytes = |group: usize| {
+            let together = processes.unwrap_or(group) as u64;
+            together.saturating_mul(sizes(group)[1] as u64)
+        };
+        bytes(2).max(bytes(largest.max(2)))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::MerakArguments;
+    use crate::config::{Host, MerakArguments};
     use merak_mpu::{ChosenEngine, testing};
 
     #[test]
@@ -479,7 +485,28 @@ mod tests {
             assert!([small, large].iter().all(|bytes| bytes % (4 * world) == 0));
         }
         assert_eq!(sizes(2), SIZES);
-        let [few, many] = [16, 512].map(Network::needed_bytes);
+        let [few, many] = [16, 512].map(|dp| Network::needed_bytes(&replicas(dp)));
         assert!(many <= few + (4 * 512 * 512), "{few} {many}");
+    }
+
+    fn replicas(dp: usize) -> CheckedArguments {
+        let arguments = MerakArguments {
+            dp,
+            ..MerakArguments::default()
+        };
+        arguments.check().unwrap()
+    }
+
+    #[test]
+    fn processes_need_memory_for_all_ranks_of_their_host_at_once() {
+        let processes = replicas(4).on(Host {
+            engine: ChosenEngine::Tcp,
+            number: 0,
+            of_ranks: vec![0, 0, 0, 1],
+            core_sharers: 3,
+            shared_bytes: 0,
+        });
+        let of_rank = 2 * SIZES[1] as u64;
+        assert_eq!(Network::needed_bytes(&processes), 3 * of_rank);
     }
 }

@@ -104,6 +104,11 @@ impl CheckedArguments {
         }
     }
 
+    /// Whether each rank is a process.
+    pub(crate) fn are_processes(&self) -> bool {
+        self.host.is_some()
+    }
+
     /// The number of ranks on this host.
     pub(crate) fn ranks_here(&self) -> usize {
         self.host

@@ -500,7 +500,7 @@ pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -
     let live = live.map(|(_, program)| program.live_bytes_without_reuse().input_half as u64);
     let ranks = degrees(args).world_size() as u64;
     let nodes = ranks.saturating_mul(params.saturating_add(4 * live.sum::<u64>()));
-    nodes.max(Network::needed_bytes(args.tp.max(args.replicas())))
+    nodes.max(Network::needed_bytes(args))
 }
 
 #[cfg(test)]
