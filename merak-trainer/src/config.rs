@@ -65,7 +65,7 @@ pub use self::{
     setting::InputPath,
     special::{
         AdapterName, Boundaries, EarlyStop, LrScales, MetricName, Ratios, SeqLength, Temperature,
-        ThreadsPerRank, TokenIds, TokenizerSource,
+        TemplateSource, ThreadsPerRank, TokenIds, TokenizerSource,
     },
 };
 use self::{

@@ -91,9 +91,9 @@ pub use config::{
     ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments,
     EarlyStop, EngineChoice, Given, HalfPrecision, InputPath, InputPaths, Key, LrScales,
     MerakArguments, MetricName, Mixture, MixturePart, ModelArguments, Offload, Origin, Range,
-    Ratios, RecomputeMode, ReportTo, SeqLength, SpMethod, SplitRatio, Temperature, ThreadsPerRank,
-    TokenIds, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES,
-    WeightSlice, key_help, key_page, keys,
+    Ratios, RecomputeMode, ReportTo, SeqLength, SpMethod, SplitRatio, Temperature, TemplateSource,
+    ThreadsPerRank, TokenIds, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule,
+    VARIABLES, WeightSlice, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{

@@ -22,7 +22,7 @@ use super::{
     setting::InputPath,
     special::{
         AdapterName, Boundaries, EarlyStop, LrScales, MetricName, Ratios, SeqLength, Temperature,
-        ThreadsPerRank, TokenIds, TokenizerSource,
+        TemplateSource, ThreadsPerRank, TokenIds, TokenizerSource,
     },
 };
 
@@ -455,7 +455,7 @@ settings! {
         /// File with the Jinja template of chats, or the name of a template beside the tokenizer,
         /// in `additional_chat_templates` or `tokenizer_config.json`; unset: the default one there,
         /// `chat_template.jinja` or in `tokenizer_config.json`.
-        chat_template: Option<InputPath> = None,
+        chat_template: Option<TemplateSource> = None,
         /// Whether a sequence holds several documents that do not see each other: those of a stream
         /// of tokens, or as many chats as fit. Positions count from the start of each.
         packing: bool = false,

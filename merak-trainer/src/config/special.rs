@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    ffi::OsStr,
     num::NonZeroUsize,
     path::{Path, PathBuf},
 };
@@ -155,6 +156,53 @@ impl Setting for TokenizerSource {
     fn rebase(&mut self, base: &Path) {
         if let Self::File(path) = self {
             *path = absolute(base, path);
+        }
+    }
+}
+
+/// Which chat template makes prompts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TemplateSource {
+    /// A file with one; a configuration file names it relative to itself.
+    File(PathBuf),
+    /// The template of this name beside the tokenizer.
+    Name(String),
+}
+
+impl Setting for TemplateSource {
+    fn expected(_: Range) -> String {
+        "a path, a name".into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        // A path with folders is no name.
+        let is_name = Path::new(text).file_name() == Some(OsStr::new(text));
+        Ok(if is_name {
+            Self::Name(text.to_owned())
+        } else {
+            Self::File(text.into())
+        })
+    }
+
+    fn to_value(&self) -> Value {
+        match self {
+            Self::File(path) => path.to_value(),
+            Self::Name(name) => name.to_value(),
+        }
+    }
+
+    /// A name is that of a file where there is one.
+    fn rebase(&mut self, base: &Path) {
+        let (is_file, path) = match self {
+            Self::File(path) => (true, absolute(base, path)),
+            Self::Name(name) => (false, absolute(base, Path::new(name.as_str()))),
+        };
+        if is_file || path.is_file() {
+            *self = Self::File(path);
         }
     }
 }
@@ -543,6 +591,31 @@ mod tests {
             let length = SeqLength::from_text(text).unwrap();
             assert_eq!(SeqLength::from_value(&length.to_value()), Ok(length));
         }
+    }
+
+    #[test]
+    fn a_template_is_a_file_where_there_is_one_and_else_a_name_unless_it_has_folders() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        std::fs::write(at("chat.jinja"), "").unwrap();
+        std::fs::create_dir(at("rag")).unwrap();
+        let of = |text: &str| {
+            let mut source = TemplateSource::from_text(text).unwrap();
+            source.rebase(folder.path());
+            assert_eq!(
+                TemplateSource::from_value(&source.to_value()),
+                Ok(source.clone())
+            );
+            source
+        };
+        assert_eq!(of("chat.jinja"), TemplateSource::File(at("chat.jinja")));
+        for name in ["default", "rag"] {
+            assert_eq!(of(name), TemplateSource::Name(name.to_owned()));
+        }
+        for path in ["templates/default", "rag/"] {
+            assert_eq!(of(path), TemplateSource::File(at(path)));
+        }
+        assert_eq!(of("./default"), TemplateSource::File(at("default")));
     }
 
     #[test]

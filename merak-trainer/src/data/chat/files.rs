@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    fs,
+    fs, io,
     path::{Path, PathBuf},
 };
 
@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 use super::ChatTemplate;
 use crate::{
-    config::{DataArguments, TokenizerSource},
+    config::{DataArguments, TemplateSource, TokenizerSource},
     error::{DataError, Error, Result},
 };
 
@@ -58,8 +58,7 @@ impl ChatTemplate {
     ///
     /// Files that cannot be read, a template that is none, and a name that no template has.
     pub(crate) fn load(arguments: &DataArguments) -> Result<Option<Self>> {
-        let given = arguments.chat_template.as_ref();
-        Self::of(given.map(|path| &*path.0), folder(arguments))
+        Self::of(arguments.chat_template.as_ref(), folder(arguments))
     }
 
     /// The template beside a tokenizer, if there is one.
@@ -71,9 +70,12 @@ impl ChatTemplate {
         Self::of(None, Some(folder))
     }
 
-    /// The template of a file or a name, else the default of the tokenizer in a folder. As in
+    /// The template that is given, else the default of the tokenizer in a folder. As in
     /// transformers, chats with tools then take `tool_use`, if it is there.
-    pub(super) fn of(given: Option<&Path>, folder: Option<&Path>) -> Result<Option<Self>> {
+    pub(super) fn of(
+        given: Option<&TemplateSource>,
+        folder: Option<&Path>,
+    ) -> Result<Option<Self>> {
         let special_tokens = special_tokens(&config(folder)?);
         let parsed = |Written { path, text }: Written| {
             Self::new(&text, special_tokens.clone())
@@ -111,35 +113,41 @@ fn config(folder: Option<&Path>) -> Result<Value> {
 pub(in crate::data) fn template_in_use(arguments: &DataArguments) -> Result<Option<Written>> {
     let folder = folder(arguments);
     if let Some(given) = &arguments.chat_template {
-        return chosen(&given.0, folder).map(Some);
+        return chosen(given, folder).map(Some);
     }
     let default = folder.map(|folder| folder.join(JINJA));
     let default = default.filter(|path| path.is_file());
     default.map(|path| read_template(&path)).transpose()
 }
 
-/// The template of a file; where there is none, the tokenizer's template of this name.
-fn chosen(given: &Path, folder: Option<&Path>) -> Result<Written> {
-    let mut templates = if given.exists() {
-        BTreeMap::new()
-    } else {
-        templates(folder)?
+/// The template of a file, or the tokenizer's template of a name.
+fn chosen(given: &TemplateSource, folder: Option<&Path>) -> Result<Written> {
+    let name = match given {
+        TemplateSource::File(path) => return read_template(path),
+        TemplateSource::Name(name) => name,
     };
-    let name = given.file_name().and_then(|name| name.to_str());
-    match name.and_then(|name| templates.remove(name)) {
-        Some(found) => Ok(found),
-        None if templates.is_empty() => read_template(given),
-        None => {
-            let names: Vec<_> = templates.into_keys().collect();
-            let names = names.join(", ");
-            Err(Error::Data(DataError::ChatTemplate {
-                path: given.to_path_buf(),
-                reason: format!(
-                    "there is no such file, and the tokenizer's templates are called {names}"
-                ),
-            }))
-        }
+    let mut templates = templates(folder)?;
+    if let Some(found) = templates.remove(name) {
+        return Ok(found);
     }
+    let path = PathBuf::from(name);
+    if templates.is_empty() {
+        let reason = "there is no such file, and no template beside the tokenizer";
+        return Err(Error::ReadInput {
+            key: "data.chat_template",
+            path,
+            source: io::Error::new(io::ErrorKind::NotFound, reason),
+        });
+    }
+    let names = names(&templates);
+    let reason = format!("there is no such file, and the tokenizer's templates are called {names}");
+    Err(Error::Data(DataError::ChatTemplate { path, reason }))
+}
+
+/// The names of templates, as messages list them.
+fn names(templates: &BTreeMap<String, Written>) -> String {
+    let names: Vec<_> = templates.keys().map(String::as_str).collect();
+    names.join(", ")
 }
 
 /// The templates beside a tokenizer by name. As in transformers, files of templates alone hide

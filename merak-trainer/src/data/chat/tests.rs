@@ -1,11 +1,9 @@
 //! Chats beside transformers' `apply_chat_template`, and chats that are refused.
 
-use std::path::Path;
-
 use serde_json::json;
 
 use super::*;
-use crate::error::Error;
+use crate::{config::TemplateSource, error::Error};
 
 /// Numbers of transformers, which `tests/goldens/chat/make.py` wrote.
 const GOLDENS: &str = include_str!("../../../tests/goldens/chat/cases.json");
@@ -165,8 +163,9 @@ fn a_template_is_chosen_by_name_and_files_hide_those_of_the_configuration() {
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, text).unwrap();
     };
-    let text = |given: Option<&str>| {
-        let template = ChatTemplate::of(given.map(Path::new), Some(folder.path()))?;
+    let named = |name: &str| TemplateSource::Name(name.to_owned());
+    let rendered = |given: Option<&TemplateSource>| {
+        let template = ChatTemplate::of(given, Some(folder.path()))?;
         let chat = Chat {
             tools: json!([{ "name": "add" }]),
             ..Chat::default()
@@ -174,6 +173,7 @@ fn a_template_is_chosen_by_name_and_files_hide_those_of_the_configuration() {
         let rendered = |template: ChatTemplate| template.render(&chat, 0, false).unwrap();
         Ok::<_, Error>(template.map(rendered))
     };
+    let text = |given: Option<&str>| rendered(given.map(named).as_ref());
     let found = |given: Option<&str>| text(given).unwrap();
     let config = json!({ "bos_token": "<s>", "chat_template": [
         { "name": "default", "template": "plain" }, { "name": "rag", "template": "{{ bos_token }}" },
@@ -191,10 +191,11 @@ fn a_template_is_chosen_by_name_and_files_hide_those_of_the_configuration() {
     write("chat_template.jinja", "file");
     assert_eq!(found(None).as_deref(), Some("tools"));
     assert_eq!(found(Some("short")).as_deref(), Some("<s>short"));
-    // A configuration file's own folder stands before the name.
-    assert_eq!(found(Some("/configs/default")).as_deref(), Some("file"));
+    let lost = TemplateSource::File(folder.path().join("templates/default"));
+    let lost = rendered(Some(&lost)).unwrap_err();
+    assert!(matches!(lost, Error::ReadInput { .. }), "{lost}");
     insta::assert_snapshot!(text(Some("rag")).unwrap_err(), @"cannot use the chat template of rag: there is no such file, and the tokenizer's templates are called default, short, tool_use");
-    let alone = ChatTemplate::of(Some(Path::new("rag")), None).unwrap_err();
+    let alone = ChatTemplate::of(Some(&named("rag")), None).unwrap_err();
     assert!(matches!(alone, Error::ReadInput { .. }), "{alone}");
 }
 
