@@ -79,7 +79,7 @@ fn model_files(
     }
     model_files.extend(companions(args)?);
     if tokenizer.is_some() {
-        // The template in use and its special tokens alone, so that a checkpoint makes the same
+        // The templates in use and their special tokens alone, so that a checkpoint makes the same
         // prompts.
         model_files.retain(|(name, _)| !Source::PROMPT_FILES.contains(&&**name));
         model_files.extend(Source::prompt_files(&args.data)?);

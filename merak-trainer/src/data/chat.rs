@@ -18,7 +18,7 @@ use super::{
     translation::filled,
 };
 use crate::error::Result;
-pub(super) use files::{PROMPT_FILES, prompt_files, template_in_use};
+pub(super) use files::{PROMPT_FILES, prompt_files, templates_in_use};
 pub use prompts::ChatPrompts;
 pub(crate) use template::{Chat, ChatTemplate};
 

@@ -199,10 +199,9 @@ fn all_named(arguments: &DataArguments, crates: &CrateSources) -> Result<Vec<(St
     if let Some(path) = &arguments.validation_path {
         add("validation:", Input::validation(path))?;
     }
-    if let Some(written) = chat::template_in_use(arguments)? {
-        let path = written.path;
+    for written in chat::templates_in_use(arguments)? {
+        let (name, path) = (written.name(), written.path);
         let bytes = fs::metadata(&path).map_or(0, |metadata| metadata.len());
-        let name = "chat_template.jinja".to_owned();
         files.push((name, Candidate { path, bytes }));
     }
     if arguments.mixture.is_none() && arguments.path.is_none() {
@@ -295,6 +294,7 @@ fn contents(files: &[Candidate], bytes: u64) -> Result<Checksum> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{TemplateSource, TokenizerSource};
 
     fn print(folder: &Path, path: &str, format: DataFormat) -> DataFingerprint {
         let arguments = DataArguments {
@@ -356,6 +356,36 @@ mod tests {
             "another name is another place in the data"
         );
         assert_eq!(print(folder.path(), "here", DataFormat::Tensors).files, 0);
+    }
+
+    #[test]
+    fn chat_templates_in_use_are_told_apart_within_a_file_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let print = |name: Option<&str>| {
+            let arguments = DataArguments {
+                path: Some(at("a.txt").into()),
+                tokenizer: TokenizerSource::File(at("tokenizer.json")),
+                chat_template: name.map(|name| TemplateSource::Name(name.to_owned())),
+                ..DataArguments::default()
+            };
+            DataFingerprint::of(&arguments, &CrateSources::default(), None, 7).unwrap()
+        };
+        fs::write(at("a.txt"), "abc").unwrap();
+        let config = r#"{ "chat_template": [
+            { "name": "default", "template": "a" }, { "name": "rag", "template": "b" }
+        ] }"#;
+        fs::write(at("tokenizer_config.json"), config).unwrap();
+        assert_eq!(print(Some("rag")), print(Some("rag")));
+        assert!(!print(Some("rag")).is_of_same_files(&print(Some("default"))));
+        fs::create_dir(at("additional_chat_templates")).unwrap();
+        let tool_use = |text: &str| {
+            fs::write(at("additional_chat_templates/tool_use.jinja"), text).unwrap();
+            print(None)
+        };
+        fs::write(at("chat_template.jinja"), "a").unwrap();
+        assert_ne!(print(None), tool_use("b"));
+        assert_ne!(tool_use("b"), tool_use("c"));
     }
 
     #[test]

@@ -138,7 +138,7 @@ impl Source {
     pub const PROMPT_FILES: [&'static str; 3] = chat::PROMPT_FILES;
 
     /// The files beside the tokenizer that chats need, by their names in a model's folder, and
-    /// their contents: the template in use, and the special tokens.
+    /// their contents: the templates in use, and the special tokens.
     ///
     /// # Errors
     ///

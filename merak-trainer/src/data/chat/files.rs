@@ -6,8 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use merak_ckpt::words::file;
-use serde_json::{Map, Value};
+use merak_ckpt::{Checksum, words::file};
+use serde_json::{Map, Value, json};
 
 use super::ChatTemplate;
 use crate::{
@@ -23,6 +23,9 @@ const FURTHER: &str = "additional_chat_templates";
 
 /// The name of the template that is used where none is chosen.
 const DEFAULT: &str = "default";
+
+/// The name of the template that chats with tools then take, if it is there.
+const TOOL_USE: &str = "tool_use";
 
 /// The file beside a tokenizer that names special tokens, and perhaps a template.
 const CONFIG: &str = "tokenizer_config.json";
@@ -49,6 +52,19 @@ const SPECIAL_TOKENS: [&str; 7] = [
 pub(in crate::data) struct Written {
     pub(in crate::data) path: PathBuf,
     text: String,
+    /// Whether it is one of several in its file.
+    is_one_of_several: bool,
+}
+
+impl Written {
+    /// Its file's name in a fingerprint, with what tells it from others in the file.
+    pub(in crate::data) fn name(&self) -> String {
+        if self.is_one_of_several {
+            format!("{JINJA}:{}", Checksum::of(self.text.as_bytes()))
+        } else {
+            JINJA.to_owned()
+        }
+    }
 }
 
 impl ChatTemplate {
@@ -70,26 +86,22 @@ impl ChatTemplate {
         Self::of(None, Some(folder))
     }
 
-    /// The template that is given, else the default of the tokenizer in a folder. As in
-    /// transformers, chats with tools then take `tool_use`, if it is there.
+    /// The template in use of those that are given or in a tokenizer's folder, if there is one.
     pub(super) fn of(
         given: Option<&TemplateSource>,
         folder: Option<&Path>,
     ) -> Result<Option<Self>> {
         let special_tokens = special_tokens(&config(folder)?);
-        let parsed = |Written { path, text }: Written| {
+        let parsed = |Written { path, text, .. }: Written| {
             Self::new(&text, special_tokens.clone())
                 .map_err(|reason| Error::Data(DataError::ChatTemplate { path, reason }))
         };
-        if let Some(given) = given {
-            return parsed(chosen(given, folder)?).map(Some);
-        }
-        let mut templates = templates(folder)?;
-        let Some(default) = templates.remove(DEFAULT) else {
+        let mut templates = in_use(given, folder)?.into_iter().map(parsed);
+        let Some(template) = templates.next().transpose()? else {
             return Ok(None);
         };
-        let tool_use = templates.remove("tool_use").map(parsed).transpose()?;
-        Ok(Some(parsed(default)?.with_tool_use(tool_use)))
+        let tool_use = templates.next().transpose()?;
+        Ok(Some(template.with_tool_use(tool_use)))
     }
 }
 
@@ -109,15 +121,28 @@ fn config(folder: Option<&Path>) -> Result<Value> {
     }
 }
 
-/// The template that is set, or the default where it has a file of its own beside the tokenizer.
-pub(in crate::data) fn template_in_use(arguments: &DataArguments) -> Result<Option<Written>> {
-    let folder = folder(arguments);
-    if let Some(given) = &arguments.chat_template {
-        return chosen(given, folder).map(Some);
+/// The templates in use: the one that is given; else the default of the tokenizer in a folder, and
+/// that of chats with tools, as in transformers.
+fn in_use(given: Option<&TemplateSource>, folder: Option<&Path>) -> Result<Vec<Written>> {
+    if let Some(given) = given {
+        return Ok(vec![chosen(given, folder)?]);
     }
-    let default = folder.map(|folder| folder.join(JINJA));
-    let default = default.filter(|path| path.is_file());
-    default.map(|path| read_template(&path)).transpose()
+    let mut templates = templates(folder)?;
+    let Some(default) = templates.remove(DEFAULT) else {
+        return Ok(Vec::new());
+    };
+    let tool_use = templates.remove(TOOL_USE);
+    Ok([default].into_iter().chain(tool_use).collect())
+}
+
+/// The templates in use that are set, or have files of their own beside the tokenizer: its
+/// configuration has the others.
+pub(in crate::data) fn templates_in_use(arguments: &DataArguments) -> Result<Vec<Written>> {
+    let (given, folder) = (arguments.chat_template.as_ref(), folder(arguments));
+    if given.is_none() && template_files(folder).is_empty() {
+        return Ok(Vec::new());
+    }
+    in_use(given, folder)
 }
 
 /// The template of a file, or the tokenizer's template of a name.
@@ -153,8 +178,22 @@ fn names(templates: &BTreeMap<String, Written>) -> String {
 /// The templates beside a tokenizer by name. As in transformers, files of templates alone hide
 /// those in the tokenizer's configuration.
 fn templates(folder: Option<&Path>) -> Result<BTreeMap<String, Written>> {
+    let files = template_files(folder);
+    match folder {
+        Some(folder) if files.is_empty() => {
+            Ok(in_config(&config(Some(folder))?, &folder.join(CONFIG)))
+        }
+        _ => {
+            let read = |(name, path): (String, PathBuf)| Ok((name, read_template(&path)?));
+            files.into_iter().map(read).collect()
+        }
+    }
+}
+
+/// The files of templates alone beside a tokenizer, each with the template's name.
+fn template_files(folder: Option<&Path>) -> Vec<(String, PathBuf)> {
     let Some(folder) = folder else {
-        return Ok(BTreeMap::new());
+        return Vec::new();
     };
     let mut files = vec![(DEFAULT.to_owned(), folder.join(JINJA))];
     let further = fs::read_dir(folder.join(FURTHER)).into_iter().flatten();
@@ -166,38 +205,43 @@ fn templates(folder: Option<&Path>) -> Result<BTreeMap<String, Written>> {
         }
     }
     files.retain(|(_, path)| path.is_file());
-    if files.is_empty() {
-        return Ok(in_config(&config(Some(folder))?, &folder.join(CONFIG)));
-    }
-    let read = |(name, path): (String, PathBuf)| Ok((name, read_template(&path)?));
-    files.into_iter().map(read).collect()
+    files
 }
 
 /// The templates in a `tokenizer_config.json`, where a lone one is the default.
 fn in_config(config: &Value, path: &Path) -> BTreeMap<String, Written> {
-    let written = |name: &str, text: &str| {
-        let (path, text) = (path.to_path_buf(), text.to_owned());
-        (name.to_owned(), Written { path, text })
-    };
     let found = &config["chat_template"];
+    let entries = found.as_array().map(Vec::as_slice).unwrap_or_default();
+    let written = |name: &str, text: &str| {
+        let written = Written {
+            path: path.to_path_buf(),
+            text: text.to_owned(),
+            is_one_of_several: entries.len() > 1,
+        };
+        (name.to_owned(), written)
+    };
     if let Some(text) = found.as_str() {
         return BTreeMap::from([written(DEFAULT, text)]);
     }
-    let entries = found.as_array().into_iter().flatten();
     let named = |entry: &Value| {
         Some(written(
             entry["name"].as_str()?,
             entry["template"].as_str()?,
         ))
     };
-    entries.filter_map(named).collect()
+    entries.iter().filter_map(named).collect()
 }
 
-/// The files beside a tokenizer that make its prompts, by their names there: the template in use,
-/// and the special tokens that it may name.
+/// The files beside a tokenizer that make its prompts, by their names there: the templates in use,
+/// and the special tokens that they may name.
 pub(in crate::data) fn prompt_files(arguments: &DataArguments) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut in_use = templates_in_use(arguments)?;
+    if in_use.len() > 1 {
+        let config = config_with(in_use, config(folder(arguments))?);
+        return Ok(vec![(CONFIG.to_owned(), config)]);
+    }
     let mut files = Vec::new();
-    if let Some(written) = template_in_use(arguments)? {
+    if let Some(written) = in_use.pop() {
         files.push((JINJA.to_owned(), written.text.into_bytes()));
     }
     let config = folder(arguments).map(|folder| folder.join(CONFIG));
@@ -207,6 +251,24 @@ pub(in crate::data) fn prompt_files(arguments: &DataArguments) -> Result<Vec<(St
     Ok(files)
 }
 
+/// A tokenizer's configuration that has the templates in use: a checkpoint has no folder for
+/// further ones, and the file of one would hide those here.
+fn config_with(in_use: Vec<Written>, config: Value) -> Vec<u8> {
+    let entry =
+        |(name, written): (&str, Written)| json!({ "name": name, "template": written.text });
+    let templates: Value = [DEFAULT, TOOL_USE]
+        .into_iter()
+        .zip(in_use)
+        .map(entry)
+        .collect();
+    let mut table = match config {
+        Value::Object(table) => table,
+        _ => Map::new(),
+    };
+    table.insert("chat_template".to_owned(), templates);
+    format!("{:#}\n", Value::Object(table)).into_bytes()
+}
+
 fn bytes_of(path: PathBuf) -> Result<Vec<u8>> {
     merak_ckpt::read_regular(&path, MAX_BYTES).map_err(|source| Error::Read { path, source })
 }
@@ -214,7 +276,11 @@ fn bytes_of(path: PathBuf) -> Result<Vec<u8>> {
 fn read_template(path: &Path) -> Result<Written> {
     let path = path.to_path_buf();
     match merak_ckpt::read_text(&path, MAX_BYTES) {
-        Ok(text) => Ok(Written { path, text }),
+        Ok(text) => Ok(Written {
+            path,
+            text,
+            is_one_of_several: false,
+        }),
         Err(source) => Err(Error::ReadInput {
             key: "data.chat_template",
             path,

@@ -3,7 +3,10 @@
 use serde_json::json;
 
 use super::*;
-use crate::{config::TemplateSource, error::Error};
+use crate::{
+    config::{DataArguments, TemplateSource, TokenizerSource},
+    error::Error,
+};
 
 /// Numbers of transformers, which `tests/goldens/chat/make.py` wrote.
 const GOLDENS: &str = include_str!("../../../tests/goldens/chat/cases.json");
@@ -197,6 +200,43 @@ fn a_template_is_chosen_by_name_and_files_hide_those_of_the_configuration() {
     insta::assert_snapshot!(text(Some("rag")).unwrap_err(), @"cannot use the chat template of rag: there is no such file, and the tokenizer's templates are called default, short, tool_use");
     let alone = ChatTemplate::of(Some(&named("rag")), None).unwrap_err();
     assert!(matches!(alone, Error::ReadInput { .. }), "{alone}");
+}
+
+#[test]
+fn a_checkpoint_takes_the_templates_in_use_along() {
+    let (folder, saved) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+    std::fs::create_dir(folder.path().join("additional_chat_templates")).unwrap();
+    let arguments = DataArguments {
+        tokenizer: TokenizerSource::File(folder.path().join("tokenizer.json")),
+        ..DataArguments::default()
+    };
+    let names = || {
+        let files = prompt_files(&arguments).unwrap();
+        let names = files.into_iter().map(|(name, bytes)| {
+            std::fs::write(saved.path().join(&name), bytes).unwrap();
+            name
+        });
+        names.collect::<Vec<_>>()
+    };
+    write("tokenizer_config.json", r#"{ "bos_token": "<s>" }"#);
+    assert_eq!(names(), ["tokenizer_config.json"]);
+    write(
+        "additional_chat_templates/tool_use.jinja",
+        "{{ bos_token }}tools",
+    );
+    write("chat_template.jinja", "{{ bos_token }}plain");
+    assert_eq!(names(), ["tokenizer_config.json"]);
+    let template = ChatTemplate::beside(saved.path()).unwrap().unwrap();
+    for (tools, text) in [(Value::Null, "<s>plain"), (json!([]), "<s>tools")] {
+        let chat = Chat {
+            tools,
+            ..Chat::default()
+        };
+        assert_eq!(template.render(&chat, 0, false).as_deref(), Ok(text));
+    }
+    std::fs::remove_dir_all(folder.path().join("additional_chat_templates")).unwrap();
+    assert_eq!(names(), ["chat_template.jinja", "tokenizer_config.json"]);
 }
 
 #[test]
