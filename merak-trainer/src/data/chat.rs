@@ -166,8 +166,9 @@ impl ChatMaker<'_> {
         let (chat, completion) = chat_of(record)?;
         let template = self.template.ok_or_else(|| {
             record.wrong(
-                "a chat needs a template, and there is none beside the tokenizer (chat_template.jinja, or \
-                 \"chat_template\" in tokenizer_config.json): set \"data.chat_template\" to a file with one"
+                "a chat needs a template, and there is none beside the tokenizer (chat_template.jinja, or, where no \
+                 template has a file, \"chat_template\" in tokenizer_config.json) that is the default: set \
+                 \"data.chat_template\" to a file with one, or to the name of another"
                     .to_owned(),
             )
         })?;

@@ -86,6 +86,26 @@ impl ChatTemplate {
         Self::of(None, Some(folder))
     }
 
+    /// The default template beside a tokenizer for prompts of chats; none where no template is.
+    ///
+    /// # Errors
+    ///
+    /// As for [`ChatTemplate::load`], and templates without a default.
+    pub(super) fn for_prompts(folder: &Path) -> Result<Option<Self>> {
+        if let Some(found) = Self::beside(folder)? {
+            return Ok(Some(found));
+        }
+        let others = templates(Some(folder))?;
+        if others.is_empty() {
+            return Ok(None);
+        }
+        let names = names(&others);
+        Err(Error::Data(DataError::ChatTemplate {
+            path: folder.to_path_buf(),
+            reason: format!("no template there is called {DEFAULT}, but {names}"),
+        }))
+    }
+
     /// The template in use of those that are given or in a tokenizer's folder, if there is one.
     pub(super) fn of(
         given: Option<&TemplateSource>,

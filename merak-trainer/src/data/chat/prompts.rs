@@ -24,14 +24,14 @@ impl fmt::Debug for ChatPrompts {
 }
 
 impl ChatPrompts {
-    /// The template beside the tokenizer in a model's folder, `chat_template.jinja` or the one in
-    /// `tokenizer_config.json`; none where neither has one.
+    /// The default template beside the tokenizer in a model's folder, in a file of its own or in
+    /// `tokenizer_config.json`; none where the folder has no template.
     ///
     /// # Errors
     ///
-    /// Files that cannot be read, and a template that is none.
+    /// Files that cannot be read, a template that is none, and templates without a default.
     pub fn of(folder: &Path) -> Result<Option<Self>> {
-        let template = ChatTemplate::beside(folder)?;
+        let template = ChatTemplate::for_prompts(folder)?;
         Ok(template.map(|template| Self {
             folder: folder.to_path_buf(),
             template,

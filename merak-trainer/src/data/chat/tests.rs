@@ -191,6 +191,9 @@ fn a_template_is_chosen_by_name_and_files_hide_those_of_the_configuration() {
     );
     write("additional_chat_templates/notes.txt", "no template");
     assert_eq!(found(None), None, "no file has the default");
+    let refused = ChatPrompts::of(folder.path()).unwrap_err().to_string();
+    let reason = "no template there is called default, but short, tool_use";
+    assert!(refused.ends_with(reason), "{refused}");
     write("chat_template.jinja", "file");
     assert_eq!(found(None).as_deref(), Some("tools"));
     assert_eq!(found(Some("short")).as_deref(), Some("<s>short"));
