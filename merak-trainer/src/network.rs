@@ -409,8 +409,8 @@ mod tests {
         let arguments = MerakArguments {
             dp,
             tp,
-            pp,
             sp,
+            pp,
             ..MerakArguments::default()
         };
         let args = arguments.check().unwrap();
