@@ -93,8 +93,9 @@ fn gradients_that_are_never_finite_end_a_run() {
         );
         assert!(log.contains(&told), "{told}: {log}");
     }
-    // Each event names the rank whose it is.
-    assert!(log.contains("WARN rank{rank=0}: merak_trainer::"), "{log}");
+    // Each event names the rank and the step whose it is.
+    let source = "WARN rank{rank=0}:step{step=1 part=Train}: merak_trainer::";
+    assert!(log.contains(source), "{log}");
     assert!(
         log.contains("a.safetensors row=0 tensor=\"pixel_values\""),
         "{log}"
