@@ -81,7 +81,12 @@ pub(crate) fn assert_same_on(whole: &Graph, split: &Graph, degrees: Degrees) {
     let expected = on_one_rank(whole);
     let all: Vec<_> = expected.grads.values().flatten().copied().collect();
     let floor = 1e-4 * norm(&all);
-    for overlap in [Overlap::None, Overlap::Linear, Overlap::Blocks] {
+    for overlap in [
+        Overlap::None,
+        Overlap::Linear,
+        Overlap::Block,
+        Overlap::Blocks,
+    ] {
         let overlapping = split.clone().with_overlap(overlap);
         let steps = on_mesh(&overlapping, degrees);
         assert_steps(&steps, &expected, split, (&topology, floor), overlap);
