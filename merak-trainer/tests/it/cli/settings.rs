@@ -298,6 +298,23 @@ fn a_training_that_do_train_switches_off_and_a_warmup_beyond_the_run_are_told() 
 }
 
 #[test]
+fn microbatches_of_one_sample_train_without_overlap_which_a_warning_says() {
+    let place = Workplace::new();
+    let line =
+        "train merak.toml --overwrite_output_dir --max_steps 1 --tp 2 --tp_overlapping_level 2";
+    let told = |samples: usize| {
+        let ended = place.merak(&format!("{line} --per_device_train_batch_size {samples}"));
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        let warning = "\"tp_overlapping_level\" 0 is used: \"per_device_train_batch_size\" is 1";
+        (ended.stderr.matches(warning).count(), ended.stderr)
+    };
+    for (samples, times) in [(1, 1), (2, 0)] {
+        let (count, log) = told(samples);
+        assert_eq!(count, times, "{log}");
+    }
+}
+
+#[test]
 fn a_plan_names_the_schedule_that_would_be_faster_and_the_key_for_it() {
     let place = Workplace::new();
     let command = "train merak.toml --dry-run --pp 2 --gradient_accumulation_steps 2 --activation_checkpointing false";
