@@ -80,9 +80,9 @@ fn models() -> Vec<Case> {
     models.map(|case| case.with_dropout(0.1)).collect()
 }
 
-/// Checks every model in every way to share a sequence against one rank.
+/// Checks every model in every way to share a sequence against one rank, the other families in one.
 fn check_all(see: impl Fn(Case) -> Case) {
-    for case in models().into_iter().map(see) {
+    for case in models().into_iter().map(&see) {
         let ways = [
             (2, "ulysses"),
             (4, "ulysses"),
@@ -100,6 +100,13 @@ fn check_all(see: impl Fn(Case) -> Case) {
         let sliced = case.clone().on((2, 2, 1)).sharing(2);
         let sliced = sliced.with("sequence_parallel", true);
         check(&case, &[sliced.with("zero_stage", 1)], 3);
+    }
+    let others = Case::relatives().into_iter();
+    let others = others.filter(|(family, _)| !["mistral", "opt"].contains(family));
+    for (_, case) in others {
+        let case = see(case.with_dropout(0.1));
+        let ring = case.clone().sharing(2).with("sp_method", "ring");
+        check(&case, &[ring], 3);
     }
 }
 
