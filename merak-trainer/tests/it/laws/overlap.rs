@@ -8,7 +8,7 @@ use merak_trace::{
     models::{self, TraceOptions},
     op::{Collective, Cost},
 };
-use merak_trainer::Workload;
+use merak_trainer::{Plan, Workload};
 use serde_json::json;
 use std::ops::Range;
 
@@ -166,6 +166,10 @@ impl StepCosts for Wire {
         true
     }
 
+    fn update(&self, _: usize, _: usize) -> Option<f64> {
+        Some(0.0)
+    }
+
     fn unit(&self) -> &'static str {
         "flops"
     }
@@ -224,5 +228,28 @@ fn costs_of_a_stage_count_what_no_node_hides_with_recomputation_and_without() {
             println!("{overlap:?}, {} chunks: {hidden:.3}", plan.chunks.len());
             assert!(hidden >= least - 1e-9, "{overlap:?} hides {hidden:.3}");
         }
+    }
+}
+
+#[test]
+fn predictions_count_what_nodes_hide_whatever_is_searched() {
+    let case = Case::gpt2().with_dropout(0.1).on((1, 2, 2));
+    for (key, value) in [
+        ("partition_method", "uniform"),
+        ("partition_method", "exact"),
+        ("train_schedule", "auto"),
+    ] {
+        let step = |level: usize| {
+            let case = case.clone().with(key, value);
+            let case = case.with("tp_overlapping_level", level);
+            // Sums take about half as long as the computing.
+            let costs = Wire { per_byte: 40.0 };
+            let plan = Plan::with_costs(&case.inputs(), &case.arguments(), &costs);
+            let plan = plan.expect("the case can be planned");
+            let prediction = plan.predict(&costs).expect("its stages have programs");
+            prediction.expect("updates have a cost").step()
+        };
+        let (waiting, hiding) = (step(0), step(3));
+        assert!(hiding < waiting, "{value}: {hiding} {waiting}");
     }
 }
