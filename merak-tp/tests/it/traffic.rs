@@ -57,6 +57,35 @@ fn recomputation_sums_again_what_the_backward_reads() {
 }
 
 #[test]
+fn a_recomputed_layer_sums_once_more() {
+    for degree in [2, 4] {
+        let split = split_model(&gpt2(2, 0.1, true), &TraceOptions::training(2, 8), degree);
+        let chunks = [0, 1].map(|layer| {
+            let name = format!("transformer.h.{layer}");
+            let mut nodes = split.graph.nodes().iter();
+            let first = nodes.position(|node| node.layer() == name);
+            let mut nodes = split.graph.nodes().iter();
+            let last = nodes.rposition(|node| node.layer() == name);
+            first.expect("it has nodes")..last.expect("it has nodes") + 1
+        });
+        let plan = RecomputePlan {
+            chunks: chunks.into(),
+            ..RecomputePlan::default()
+        };
+        let traffic = traffic(&split.graph, &plan);
+        let rows: Vec<_> = of_layers(&traffic).collect();
+        assert_eq!(rows.len(), 2, "{traffic}");
+        for row in rows {
+            // Not 2, 2 and 2, as where a whole layer runs again: its second sum feeds the input of
+            // the next layer alone, which is kept.
+            let counts = [row.forward, row.recomputed, row.backward];
+            assert_eq!((row.collective, counts), ("all_reduce", [2, 1, 2]));
+            assert_eq!(row.bytes, 5 * HIDDEN);
+        }
+    }
+}
+
+#[test]
 fn frozen_layers_need_nothing_for_their_gradients() {
     let model = model(&gpt2(2, 0.0, true));
     let mut whole = model
