@@ -245,6 +245,15 @@ mod tests {
     }
 
     #[test]
+    fn swin_has_lists_for_the_names_of_both_programs() {
+        let [of_hf, of_torch] = ["swin", "swin_torch"].map(|name| default_lists(name).unwrap());
+        assert_eq!(of_torch.col_para_list, ["qkv", "fc1"]);
+        assert_eq!(of_torch.row_para_list, ["proj", "fc2"]);
+        assert_eq!(of_torch.weight_change_list, of_hf.weight_change_list);
+        assert_ne!(of_torch.col_para_list, of_hf.col_para_list);
+    }
+
+    #[test]
     fn the_lists_of_every_family_are_usable() {
         let known = known();
         assert!(

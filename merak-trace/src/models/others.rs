@@ -92,6 +92,9 @@ pub(super) const FAMILIES: &[Family] = families! {
     ["resnet"] NONE, ["resnet.encoder.stages.{i}.layers.{j}" "resnet.pooler"] [];
     ["roberta" "xlm-roberta"] LIKE_BERT, [] ["query" "value"];
     ["swin"] LIKE_BERT.with_slices(&[("relative_position_bias_table", 1)]), ["swin.encoder.layers.{i}.blocks.{j}.attention"] [];
+    // Swin as its authors name the layers.
+    ["swin_torch"] split!(["qkv" "fc1"] ["proj" "fc2"] ["num_heads"])
+        .with_slices(&[("relative_position_bias_table", 1)]), [] [];
     ["trocr"] LIKE_OPT, ["model.decoder.layers.{i}"] [];
     ["wav2vec2"] split!(
         ["q_proj" "k_proj" "v_proj" "intermediate_dense"] ["out_proj" "output_dense"] ["num_heads"]
