@@ -1,9 +1,12 @@
 //! L2: dp, tp and ZeRO change numbers by the order of summation only.
 
+use merak_trainer::{LayerLists, set_tp_layer_lists};
 use proptest::{prelude::*, test_runner::RngSeed};
 
 use super::sp::{self, Long};
-use crate::support::{Case, assert_close_losses, assert_close_tensors, assert_same_bits, numbers};
+use crate::support::{
+    Case, alone, assert_close_losses, assert_close_tensors, assert_same_bits, numbers,
+};
 
 /// Degrees (dp, tp, pp) that sum in another order than one rank.
 const TOPOLOGIES: [(usize, usize, usize); 6] = [
@@ -82,6 +85,30 @@ fn layers_that_are_chosen_or_named_in_other_lists_train_like_one_rank() {
     for case in [mapped, sliced] {
         check_on(&case, &[(1, 2, 2)], 8);
     }
+}
+
+#[test]
+fn lists_that_the_process_sets_are_those_of_later_plans() {
+    alone("laws::topology::with_lists_of_the_process", &[]);
+}
+
+#[test]
+#[ignore = "it sets lists for all of its process: alone in one, which the test above starts"]
+fn with_lists_of_the_process() {
+    let split = || {
+        let plan = Case::gpt2().on((1, 2, 1)).plan();
+        let modules = plan.draft.tensor.modules.iter();
+        modules
+            .map(|split| split.module.clone())
+            .collect::<Vec<_>>()
+    };
+    let usual = split();
+    set_tp_layer_lists(LayerLists::col_row(["mlp.c_fc"], ["mlp.c_proj"]));
+    let (of_mlp, of_attention): (Vec<_>, Vec<_>) =
+        usual.into_iter().partition(|name| name.contains(".mlp."));
+    assert_eq!((of_mlp.len(), of_attention.len()), (8, 8));
+    assert_eq!(split(), of_mlp);
+    check_on(&Case::gpt2(), &[(1, 2, 1)], 8);
 }
 
 #[test]
