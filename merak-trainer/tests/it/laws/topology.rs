@@ -256,7 +256,8 @@ proptest! {
     #[test]
     fn any_mixture_of_choices_trains_like_one_rank(
         degrees in (prop::sample::select(vec![1, 2, 4]), prop::sample::select(vec![1, 2]), prop::sample::select(vec![1, 2, 4])),
-        sp in prop::sample::select(vec![1, 1, 2]),
+        (sp, sp_method) in (prop::sample::select(vec![1, 1, 2]), prop::sample::select(vec!["ulysses", "ring"])),
+        (level, slices, vocab) in (0..4, any::<bool>(), any::<bool>()),
         (llama, tied, dropout) in (any::<bool>(), any::<bool>(), any::<bool>()),
         (zero, recompute, workers) in (0..4, 0..3, 0..3),
         schedule in prop::sample::select(vec!["gpipe", "1f1b", "ds_default"]),
@@ -269,6 +270,10 @@ proptest! {
         let mixture = case
             .on(degrees)
             .sharing(sp)
+            .with("sp_method", sp_method)
+            .with("tp_overlapping_level", level)
+            .with("sequence_parallel", slices)
+            .with("parallel_vocab", vocab)
             .with("zero_stage", zero)
             .with("checkpoint_num_layers", recompute)
             .with("dataloader_num_workers", workers)
