@@ -75,6 +75,10 @@ fn a_recomputed_layer_sums_once_more() {
         let traffic = traffic(&split.graph, &plan);
         let rows: Vec<_> = of_layers(&traffic).collect();
         assert_eq!(rows.len(), 2, "{traffic}");
+        let sums = rows
+            .iter()
+            .map(|row| row.forward + row.recomputed + row.backward);
+        assert_eq!(sums.sum::<usize>(), 10, "8 where all is kept: {traffic}");
         for row in rows {
             // Not 2, 2 and 2, as where a whole layer runs again: its second sum feeds the input of
             // the next layer alone, which is kept.

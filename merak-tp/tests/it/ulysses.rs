@@ -177,8 +177,8 @@ fn keys_and_values_go_round_once_forward_and_with_their_gradients_backward() {
     // Bytes of [2, 8, 16], and of two key heads of four, in f64.
     for (config, keys) in [(gpt2(2, 0.1, true), 16), (llama(2, 2, 0.0), 8)] {
         let bytes = 2 * 8 * keys * 8;
-        for (recomputes, again) in [(false, 0), (true, 2)] {
-            let ring = Options::along_sequence(4, CUT, SequenceMethod::Ring);
+        for (ranks, recomputes, again) in [(4, false, 0), (4, true, 2), (2, true, 2)] {
+            let ring = Options::along_sequence(ranks, CUT, SequenceMethod::Ring);
             let (_, cut) = split(&config, &options(8), &Options::new(1), &ring);
             let cut = cut.expect("the sequence can be cut");
             let chunks = recomputes.then(|| 0..cut.graph.nodes().len());
