@@ -50,6 +50,11 @@ pub(crate) const RESERVED: &[Reserved] = &[
         NONE,
         ": a model states its inputs, and data give them by name",
     ),
+    reserved(
+        "leaf_modules",
+        NONE,
+        ": a graph is traced operation by operation; a module of one's own becomes a few of them, see docs/OWN-MODEL.md",
+    ),
     reserved("cache_sharding", FALSE, CACHE),
     reserved("cache_name", NONE, CACHE),
     // Pages of batches are not pinned, which changes no result: both values train alike.
