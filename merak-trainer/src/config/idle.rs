@@ -1,4 +1,4 @@
-//! Keys that act only beside another one.
+//! Keys that act only beside another one, or not at all.
 
 use merak_zero::OptimizerKind;
 
@@ -77,6 +77,11 @@ const IDLE: &[Idle] = &[
     ),
     (&["sp_method"], |args| args.sp > 1, "\"sp\" is 1"),
     (
+        &["sequence_dim"],
+        |args| args.tp > 1 || args.sp > 1,
+        "\"tp\" and \"sp\" are 1",
+    ),
+    (
         &[
             "sequence_parallel",
             "parallel_vocab",
@@ -89,6 +94,16 @@ const IDLE: &[Idle] = &[
         &["cost_cache"],
         |args| args.cost_model == CostSource::Measured,
         "\"cost_model\" is not \"measured\"",
+    ),
+    (
+        &["adam_beta1", "adam_beta2", "adam_epsilon"],
+        |args| {
+            !matches!(
+                args.optim,
+                OptimizerKind::Sgd | OptimizerKind::Lion | OptimizerKind::Adafactor
+            )
+        },
+        "\"optim\" takes no step of Adam's or LAMB's",
     ),
     (
         &["sgd_momentum"],
@@ -118,6 +133,21 @@ const IDLE: &[Idle] = &[
         ],
         |args| args.optim == OptimizerKind::Adafactor,
         "\"optim\" is not \"adafactor\"",
+    ),
+    (
+        &["no_load_rng", "no_load_optim", "ignore_data_skip"],
+        |args| args.resume_from_checkpoint.is_some(),
+        "\"resume_from_checkpoint\" is unset",
+    ),
+    (
+        &["length_penalty", "early_stopping"],
+        |args| args.num_beams > 1,
+        "\"num_beams\" is 1",
+    ),
+    (
+        &["tp_layer_lists.tp_attr_list"],
+        |_| false,
+        "every operation is traced, and all sizes follow from what is split",
     ),
 ];
 
@@ -171,6 +201,24 @@ mod tests {
         assert_eq!(
             told("eval_steps=5 do_eval lion_beta1=0.8 optim=lion"),
             [""; 0]
+        );
+        assert_eq!(
+            told("adam_beta2=0.9 optim=lion no_load_optim length_penalty=2 sequence_dim=0"),
+            [
+                "\"sequence_dim\" has no effect: \"tp\" and \"sp\" are 1",
+                "\"adam_beta2\" has no effect: \"optim\" takes no step of Adam's or LAMB's",
+                "\"no_load_optim\" has no effect: \"resume_from_checkpoint\" is unset",
+                "\"length_penalty\" has no effect: \"num_beams\" is 1",
+            ]
+        );
+        let with = "resume_from_checkpoint=latest no_load_optim num_beams=2 length_penalty=2";
+        assert_eq!(told(&format!("adam_beta2=0.9 optim=muon {with}")), [""; 0]);
+        assert_eq!(
+            told("tp=2 sequence_dim=0 tp_layer_lists.tp_attr_list=heads"),
+            [
+                "\"tp_layer_lists.tp_attr_list\" has no effect: every operation is traced, and all \
+                 sizes follow from what is split"
+            ]
         );
         assert_eq!(
             told("save=false save_total_limit=2 sp_method=ring"),
