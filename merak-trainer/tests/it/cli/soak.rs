@@ -1,10 +1,11 @@
-//! Processes that are killed again and again: the run ends on the curve of an uninterrupted one.
+//! Runs that are killed, some again and again: they end on the curve of an uninterrupted one.
 
 use std::{
     fs,
+    process::Stdio,
     sync::atomic::{AtomicBool, Ordering},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use serde_json::Value;
@@ -27,8 +28,13 @@ fn steps(place: &Workplace, run: &str) -> Vec<(u64, f64)> {
         .collect()
 }
 
-/// Kills a rank of a run in each `interval` of its steps, until it has ended.
-fn kill_ranks(place: &Workplace, (kills, interval): (usize, usize), has_ended: &AtomicBool) {
+/// Kills a rank of a run in each `interval` of its steps, until it has ended. Returns how many it
+/// killed: a run may end before the last of them.
+fn kill_ranks(
+    place: &Workplace,
+    (kills, interval): (usize, usize),
+    has_ended: &AtomicBool,
+) -> usize {
     let mut dice = Dice::new(11);
     let mut killed = Vec::new();
     for number in 0..kills {
@@ -52,6 +58,17 @@ fn kill_ranks(place: &Workplace, (kills, interval): (usize, usize), has_ended: &
             }
         }
     }
+    killed.len() / 2
+}
+
+/// Asserts that both runs have the same losses, and the same checkpoint of their last step.
+fn expect_same(place: &Workplace, total: usize) {
+    assert_eq!(steps(place, "broken"), steps(place, "whole"));
+    let [found, expected] = ["broken", "whole"].map(|run| {
+        let step = format!("checkpoints/step-{total:08}");
+        files(&place.path(run).join(step))
+    });
+    assert!(found == expected, "the same checkpoint");
 }
 
 fn soak(total: usize, interval: usize, save_steps: usize) {
@@ -68,26 +85,55 @@ fn soak(total: usize, interval: usize, save_steps: usize) {
     let kills = total / interval - 1;
     let line = format!("launch -n 2 --max-restarts {kills} -- {train} --output_dir broken");
     let (command, has_ended) = (place.command(&line), AtomicBool::new(false));
-    let ended = thread::scope(|scope| {
-        scope.spawn(|| kill_ranks(&place, (kills, interval), &has_ended));
+    let (ended, killed) = thread::scope(|scope| {
+        let killer = scope.spawn(|| kill_ranks(&place, (kills, interval), &has_ended));
         let ended = end_within(deadline, &place, command);
         has_ended.store(true, Ordering::Relaxed);
-        ended
+        (ended, killer.join().expect("ranks can be killed"))
     });
     assert_eq!(ended.status, Some(0), "{}", ended.stderr);
     let restarts = ended.stderr.matches("all ranks are started again").count();
-    assert!(restarts > 0, "{}", ended.stderr);
-    assert_eq!(steps(&place, "broken"), steps(&place, "whole"));
-    let [found, expected] = ["broken", "whole"].map(|run| {
-        let step = format!("checkpoints/step-{total:08}");
-        files(&place.path(run).join(step))
-    });
-    assert!(found == expected, "the same checkpoint");
+    assert!(killed > 0, "the run ended before the first kill");
+    assert_eq!(restarts, killed, "{}", ended.stderr);
+    expect_same(&place, total);
 }
 
 #[test]
 fn a_run_of_processes_with_three_kills_ends_on_its_curve() {
     soak(60, 15, 5);
+}
+
+#[test]
+fn a_run_of_threads_that_is_killed_whole_ends_on_its_curve_when_resumed() {
+    let place = Workplace::new();
+    let deadline = Duration::from_secs(60);
+    let train = "train merak.toml --dp 2 --pp 2 --max_steps 100 --save_steps 10";
+    let end = |keys: &str| {
+        let ended = end_within(deadline, &place, place.command(&format!("{train} {keys}")));
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    };
+    end("--output_dir whole");
+    let mut command = place.command(&format!("{train} --output_dir broken"));
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    let (mut child, start) = (command.spawn().expect("the command starts"), Instant::now());
+    // The second checkpoint is written before the step behind it is recorded.
+    let has_saved_twice = || {
+        steps(&place, "broken")
+            .last()
+            .is_some_and(|(step, _)| *step > 20)
+    };
+    while !has_saved_twice() && start.elapsed() < deadline {
+        thread::sleep(Duration::from_millis(2));
+    }
+    child.kill().expect("it can be killed");
+    let status = child.wait().expect("it ends");
+    let is_under_way = has_saved_twice() && status.code().is_none();
+    assert!(is_under_way, "{status} at {:?}", steps(&place, "broken"));
+    end("--output_dir broken --resume latest");
+    expect_same(&place, 100);
 }
 
 /// Takes minutes: `cargo test -p merak-trainer --test it -- --ignored cli::soak`.
