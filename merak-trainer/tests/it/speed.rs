@@ -4,8 +4,11 @@ use crate::support::{Case, SEQ, Tokens, VOCAB};
 use merak_trainer::{
     Breakdown, Callback, Error, Result, StepProfile,
     data::{Dataset, Sample},
+    metrics::{METRICS_FILE, Progress, Reporter},
 };
+use serde_json::Value;
 use std::{
+    fs, io,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -84,6 +87,35 @@ fn a_step_tells_how_long_it_waited_for_slow_data() {
     assert!(waits[1] < READING, "{waits:?}");
     let fast = Case::gpt2().on_ranks(|trainer| Ok(trainer.train_step()?.data_wait));
     assert!(fast[0] < 8 * READING, "{fast:?}");
+}
+
+#[test]
+fn the_records_of_a_run_tell_how_long_its_steps_waited_for_slow_data() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let case = Case::gpt2()
+        .with_data(Slow(Tokens { samples: 37 }))
+        .with("max_steps", 2)
+        .with("logging_steps", 1)
+        .writing(folder.path());
+    let (args, reporter) = (case.arguments(), Reporter::default());
+    let told = |_| [Box::new(reporter.clone()) as Box<dyn Callback>];
+    let trained = case.try_on_ranks_told(told, |trainer| {
+        let progress = Progress::lines(trainer.total_steps(), Box::new(io::sink()));
+        reporter.start(trainer, &args, folder.path(), None, progress)?;
+        trainer.train().map(drop)
+    });
+    trained.expect("it trains");
+    let records = fs::read_to_string(folder.path().join(METRICS_FILE)).expect("records");
+    let waits: Vec<_> = records
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok()?["data_wait_s"].as_f64())
+        .collect();
+    // Eight samples a step.
+    let least = (8 * READING).as_secs_f64();
+    assert!(
+        waits.len() == 2 && waits.iter().all(|wait| *wait >= least),
+        "{records}"
+    );
 }
 
 /// Counts what it is told.
