@@ -1,6 +1,12 @@
 //! Settings that would be easy to ignore.
 
-use std::{io::Write, process::Stdio};
+use std::{
+    io::{BufRead, BufReader, Write},
+    process::Stdio,
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
 
 use serde_json::json;
 
@@ -265,6 +271,42 @@ fn text_generation_continues_lines_until_one_says_stop() {
     );
     assert_eq!(stopped.trim_end(), end.trim_end());
     insta::assert_snapshot!(place.mistake("train merak.toml --text_generation --stop_strings [\"\"]"), @r#"error: "stop_strings" is an empty string (command line --stop_strings), but must be strings of at least one character: every text ends in an empty one"#);
+}
+
+#[test]
+fn a_line_is_answered_before_the_next_one_is_written() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml");
+    let resumed = "--resume_from_checkpoint latest --max_new_tokens 9";
+    let expected = prompted(&place, resumed, "every\nrank\n");
+    assert_eq!(expected.lines().count(), 2, "{expected}");
+    let line = format!("train merak.toml --text_generation --temperature 0 {resumed}");
+    let mut command = place.command(&line);
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null());
+    let mut child = command.spawn().expect("the command starts");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    let stdout = BufReader::new(child.stdout.take().expect("a pipe"));
+    let (sender, answers) = mpsc::channel();
+    thread::spawn(move || {
+        stdout
+            .split(b'\n')
+            .try_for_each(|answer| sender.send(answer))
+    });
+    for (prompt, expected) in ["every", "rank"].into_iter().zip(expected.lines()) {
+        writeln!(stdin, "{prompt}").expect("the command reads");
+        let answer = answers.recv_timeout(Duration::from_secs(40));
+        if answer.is_err() {
+            child.kill().expect("it can be killed");
+        }
+        let answer = answer.expect("an answer to this line alone");
+        let answer = answer.expect("it can be read");
+        assert_eq!(String::from_utf8_lossy(&answer), expected);
+    }
+    drop(stdin);
+    assert!(child.wait().expect("it ends").success());
 }
 
 #[test]
