@@ -341,7 +341,8 @@ fn is_test(key: &str, file: &str, name: &str) -> bool {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
     let text = fs::read_to_string(path).unwrap_or_default();
     let last = key.rsplit('.').next().unwrap_or(key);
-    text.contains(&format!("fn {name}(")) && text.contains(last)
+    let mut words = text.split(|c: char| !(c.is_alphanumeric() || c == '_'));
+    text.contains(&format!("fn {name}(")) && words.any(|word| word == last)
 }
 
 #[test]
