@@ -106,7 +106,7 @@ fn a_run_of_processes_with_three_kills_ends_on_its_curve() {
 #[test]
 fn a_run_of_threads_that_is_killed_whole_ends_on_its_curve_when_resumed() {
     let place = Workplace::new();
-    let deadline = Duration::from_secs(60);
+    let deadline = Duration::from_mins(1);
     let train = "train merak.toml --dp 2 --pp 2 --max_steps 100 --save_steps 10";
     let end = |keys: &str| {
         let ended = end_within(deadline, &place, place.command(&format!("{train} {keys}")));
