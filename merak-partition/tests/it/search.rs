@@ -134,13 +134,8 @@ proptest! {
     ) {
         let (costs, step) = (costs(&times), step(2 * num_stages, 3.0));
         let found = autopipe(&costs, num_stages, &step).unwrap();
-        let longest = |bounds: &[usize]| {
-            let totals = costs.loads(bounds).into_iter().map(|load| load.forward + load.backward);
-            totals.fold(0.0, f64::max)
-        };
         let uniform: Vec<_> = (0..=num_stages).map(|stage| stage * times.len() / num_stages).collect();
         prop_assert!(Some(found.step_time) <= step.step_time(&costs.loads(&uniform)));
-        prop_assert!(longest(&found.bounds) <= longest(&uniform));
         prop_assert!(found.bounds.is_sorted_by(|a, b| a < b), "{:?}", found.bounds);
         prop_assert!(found.tried > 1);
     }

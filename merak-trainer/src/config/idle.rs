@@ -1,4 +1,4 @@
-//! Keys that act only beside another one, or not at all.
+//! Keys that act only beside another one.
 
 use merak_zero::OptimizerKind;
 
@@ -144,11 +144,6 @@ const IDLE: &[Idle] = &[
         |args| args.num_beams > 1,
         "\"num_beams\" is 1",
     ),
-    (
-        &["tp_layer_lists.tp_attr_list"],
-        |_| false,
-        "every operation is traced, and all sizes follow from what is split",
-    ),
 ];
 
 /// Warning for each key whose value is not its default and has no effect.
@@ -213,13 +208,6 @@ mod tests {
         );
         let with = "resume_from_checkpoint=latest no_load_optim num_beams=2 length_penalty=2";
         assert_eq!(told(&format!("adam_beta2=0.9 optim=muon {with}")), [""; 0]);
-        assert_eq!(
-            told("tp=2 sequence_dim=0 tp_layer_lists.tp_attr_list=heads"),
-            [
-                "\"tp_layer_lists.tp_attr_list\" has no effect: every operation is traced, and all \
-                 sizes follow from what is split"
-            ]
-        );
         assert_eq!(
             told("save=false save_total_limit=2 sp_method=ring"),
             [
