@@ -1,5 +1,5 @@
-//! A run of dp 2 x tp 1 x pp 2 ranks is killed in the middle of its steps, and goes on from its last
-//! checkpoint as another topology (merak-trainer).
+//! A run of dp 2 x tp 1 x pp 2 ranks is killed in the middle of its steps, and goes on from its
+//! last checkpoint as another topology (merak-trainer).
 //!
 //! `cargo run -p merak-examples --example 12-resume-elsewhere [DP [TP [PP]]]`, the ranks that go
 //! on, 1, 2 and 1 by default.

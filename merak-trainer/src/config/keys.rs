@@ -89,8 +89,8 @@ settings! {
         /// What attentions do there: `ulysses` gives each rank its heads of all positions, so that
         /// `sp` must divide the heads of a tensor-parallel rank (fewer key and value heads are
         /// repeated); `ring` passes keys and values round, so that each rank computes with those of
-        /// one at a time; `all_gather` gives each rank all of them. Both give all ranks the same work
-        /// where twice `sp` divides the length, and ask nothing of the heads, except those of
+        /// one at a time; `all_gather` gives each rank all of them. Both give all ranks the same
+        /// work where twice `sp` divides the length, and ask nothing of the heads, except those of
         /// attentions with a table of biases or with keys of another length, as in T5: these are
         /// shared out as by `ulysses`.
         sp_method: SpMethod = SpMethod::Ulysses,

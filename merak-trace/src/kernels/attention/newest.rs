@@ -30,9 +30,9 @@ pub struct Newest<'a, T> {
 ///
 /// # Shapes
 ///
-/// See [`Newest`]. Of the spec, only the heads, the scale, the window and the bias are used. A query
-/// sees all keys, as the last position of a causal attention does. A row of the bias has an element
-/// for each key of the longest sequence; a shorter sequence takes the last ones.
+/// See [`Newest`]. Of the spec, only the heads, the scale, the window and the bias are used. A
+/// query sees all keys, as the last position of a causal attention does. A row of the bias has an
+/// element for each key of the longest sequence; a shorter sequence takes the last ones.
 ///
 /// # Panics
 ///
