@@ -1,8 +1,7 @@
 //! Links of a given speed, to measure what overlaps with computing.
 
-use crate::{Buffer, Call, Communicator, Member, Message, Pending, Rank, Result, Started, Turn};
+use crate::Member;
 use std::{
-    fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -66,12 +65,14 @@ impl SlowLink {
     /// The member with its groups on the link. What it computes does not change.
     pub fn joined_by(&self, member: &Member) -> Member {
         let link = self.clone();
-        member.wrapped(move |name, communicator| {
-            if name != link.group {
-                return communicator;
+        member.started_by(move |start| {
+            if start.group != link.group {
+                return start.go();
             }
-            let link = link.clone();
-            Arc::new(SlowCommunicator { communicator, link })
+            let bytes = start.buffer.len() * start.buffer.dtype().size_bytes();
+            let pending = start.go()?;
+            let (arrives, link) = (link.send(bytes), link.clone());
+            Ok(pending.delayed_until(arrives, move |delay| link.wire().waited += delay))
         })
     }
 
@@ -96,51 +97,5 @@ impl SlowLink {
 
     fn wire(&self) -> MutexGuard<'_, Wire> {
         self.wire.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A group on a link.
-struct SlowCommunicator {
-    communicator: Arc<dyn Communicator>,
-    link: SlowLink,
-}
-
-impl Communicator for SlowCommunicator {
-    fn rank(&self) -> usize {
-        self.communicator.rank()
-    }
-
-    fn members(&self) -> &[Rank] {
-        self.communicator.members()
-    }
-
-    fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
-        let bytes = buffer.len() * buffer.dtype().size_bytes();
-        let pending = self.communicator.start(call, buffer, lengths)?;
-        let arrives = self.link.send(bytes);
-        let link = self.link.clone();
-        Ok(pending.delayed_until(arrives, move |delay| link.wire().waited += delay))
-    }
-
-    fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
-        self.communicator.start_send(to, tag, message)
-    }
-
-    fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>> {
-        self.communicator.start_recv(from, tag)
-    }
-
-    fn turn(&self) -> Result<Turn> {
-        self.communicator.turn()
-    }
-
-    fn abort(&self, reason: &str) {
-        self.communicator.abort(reason);
-    }
-}
-
-impl fmt::Debug for SlowCommunicator {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SlowCommunicator").finish_non_exhaustive()
     }
 }

@@ -117,7 +117,7 @@ impl StepCosts for RunCosts<'_> {
 
 /// Ranks of a pipeline that compute at once, each on a core per thread.
 fn pipeline_cores(args: &CheckedArguments) -> f64 {
-    // Of a host's ranks the share cores / (ranks · threads) computes at once, and of a pipeline's.
+    // A host computes for cores / (ranks · threads) of its ranks at once: that share of a pipeline.
     let needed = args.ranks_here() * threads_per_rank(args);
     (args.pp * cores_here(args)) as f64 / needed as f64
 }

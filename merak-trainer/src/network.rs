@@ -19,7 +19,7 @@ pub type Numbers = Box<dyn Buffer>;
 /// is memory that stays with the rank.
 type Run = fn(&Group, Numbers, &mut Vec<u8>) -> merak_mpu::Result<Numbers>;
 
-/// Makes so many numbers of `f32`, where a rank has those that it exchanges.
+/// Makes `f32` numbers, as many as it is told, where a rank has those that it exchanges.
 pub type Make = dyn Fn(usize) -> merak_mpu::Result<Numbers>;
 
 /// [`Make`] in memory of the host.

@@ -1,8 +1,6 @@
 //! What happens to the collectives of a rank, in order.
 
-use crate::{
-    Buffer, Call, Communicator, Member, Message, Pending, Rank, Result, Started, Turn, bell::lock,
-};
+use crate::{Call, Member, bell::lock};
 use std::sync::{Arc, Mutex};
 
 /// What has happened to a collective.
@@ -49,12 +47,14 @@ impl Record {
     /// The member, with its collectives on record.
     pub fn of(&self, member: &Member) -> Member {
         let record = self.clone();
-        member.wrapped(move |name, communicator| {
-            Arc::new(OnRecord {
-                communicator,
-                name: name.to_owned(),
-                record: record.clone(),
-            })
+        member.started_by(move |start| {
+            let (record, group, call) = (record.clone(), start.group.to_owned(), start.call);
+            record.note(group.clone(), call, Moment::Started);
+            let pending = start.go()?;
+            Ok(pending.map(move |buffer| {
+                record.note(group, call, Moment::Ended);
+                Ok(buffer)
+            }))
         })
     }
 
@@ -69,49 +69,5 @@ impl Record {
             call,
             moment,
         });
-    }
-}
-
-/// A group whose collectives are on record.
-#[derive(Debug)]
-struct OnRecord {
-    communicator: Arc<dyn Communicator>,
-    name: String,
-    record: Record,
-}
-
-impl Communicator for OnRecord {
-    fn rank(&self) -> usize {
-        self.communicator.rank()
-    }
-
-    fn members(&self) -> &[Rank] {
-        self.communicator.members()
-    }
-
-    fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
-        let (name, record) = (self.name.clone(), self.record.clone());
-        record.note(name.clone(), call, Moment::Started);
-        let pending = self.communicator.start(call, buffer, lengths)?;
-        Ok(pending.map(move |buffer| {
-            record.note(name, call, Moment::Ended);
-            Ok(buffer)
-        }))
-    }
-
-    fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
-        self.communicator.start_send(to, tag, message)
-    }
-
-    fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>> {
-        self.communicator.start_recv(from, tag)
-    }
-
-    fn turn(&self) -> Result<Turn> {
-        self.communicator.turn()
-    }
-
-    fn abort(&self, reason: &str) {
-        self.communicator.abort(reason);
     }
 }

@@ -8,8 +8,8 @@ use crate::{
 };
 use merak_mpu::Degrees;
 use merak_tp::{
-    Error, LayerTraffic, Options, Rewritten, Sequence, SequenceMethod, Traffic, default_lists,
-    rewrite_with,
+    Error, LayerTraffic, Options, Report, Rewritten, Sequence, SequenceMethod, Traffic,
+    default_lists, rewrite_with,
 };
 use merak_trace::{
     Axis, DType, Graph, Op, RecomputePlan, StageCuts, StageProgram,
@@ -72,14 +72,11 @@ fn check_by(
     tensor: &Options,
     sp: usize,
 ) {
-    let along = |sequence| Options::along_sequence(sp, sequence, method);
-    let (_, cut) = split(config, options, tensor, &along(CUT));
-    let cut = cut.expect("the sequence can be cut");
-    assert!(cut.report.gathers.is_empty(), "{}", cut.report);
-    check_gathering(method, config, options, tensor, sp);
+    let report = check_gathering(method, config, options, tensor, sp);
+    assert!(report.gathers.is_empty(), "{report}");
 }
 
-/// The same where some values may be gathered.
+/// The same where some values may be gathered, which the report lists.
 #[track_caller]
 fn check_gathering(
     method: SequenceMethod,
@@ -87,7 +84,7 @@ fn check_gathering(
     options: &TraceOptions,
     tensor: &Options,
     sp: usize,
-) {
+) -> Report {
     let along = |sequence| Options::along_sequence(sp, sequence, method);
     let (whole, cut) = split(config, options, tensor, &along(CUT));
     let cut = cut.expect("the sequence can be cut");
@@ -113,6 +110,7 @@ fn check_gathering(
     for step in on_mesh(&alike, degrees) {
         assert!((step.loss - loss).abs() < 1e-10 * loss.abs(), "whole");
     }
+    cut.report
 }
 
 #[test]

@@ -85,8 +85,8 @@ impl CheckedArguments {
         own
     }
 
-    /// Warning for each key whose value is not its default and has no effect, most because of the
-    /// value of another key.
+    /// Warning for each key whose value is not its default and has no effect, because of the value
+    /// of another key.
     pub fn without_effect(&self) -> Vec<String> {
         without_effect(&self.arguments)
     }

@@ -8,9 +8,17 @@ use merak_trainer::{
     Callback, CostCache, CostModel, Error, FirstSteps, Measurement, Plan, PlanError, Prediction,
     Profile, Result, StepReport, TrainerControl, Workload, World,
 };
-use tempfile::tempdir;
+use tempfile::{TempDir, tempdir};
 
 use crate::support::Case;
+
+/// A file of times in a folder.
+fn kept_in(folder: &TempDir) -> CostCache {
+    CostCache {
+        file: folder.path().join("costs.json"),
+        keeps: true,
+    }
+}
 
 fn predicted(case: &Case, costs: &CostModel) -> Prediction {
     let args = case.arguments();
@@ -25,10 +33,7 @@ fn predicted(case: &Case, costs: &CostModel) -> Prediction {
 #[test]
 fn measured_times_are_kept_under_what_changes_them() {
     let folder = tempdir().expect("a temporary folder");
-    let cache = CostCache {
-        file: folder.path().join("costs.json"),
-        keeps: true,
-    };
+    let cache = kept_in(&folder);
     let case = Case::gpt2().on((1, 1, 2));
     let measure = |case: &Case| {
         let costs = CostModel::of(
@@ -70,10 +75,7 @@ fn measured_times_are_kept_under_what_changes_them() {
 #[test]
 fn processes_have_the_same_costs_which_a_file_keeps_under_what_connects_them() {
     let folder = tempdir().expect("a temporary folder");
-    let cache = CostCache {
-        file: folder.path().join("costs.json"),
-        keeps: true,
-    };
+    let cache = kept_in(&folder);
     let case = Case::gpt2().on((1, 2, 2));
     let (inputs, args) = (case.inputs(), case.arguments());
     let of_all = || {
@@ -247,10 +249,7 @@ fn step(time: Duration) -> StepReport {
 #[test]
 fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
     let folder = tempdir().expect("a temporary folder");
-    let cache = CostCache {
-        file: folder.path().join("costs.json"),
-        keeps: true,
-    };
+    let cache = kept_in(&folder);
     let (case, args) = (Case::gpt2(), Case::gpt2().arguments());
     let measured = || {
         let costs = CostModel::of(&case.inputs(), &args, Some(&cache), &World::of_threads());
@@ -312,10 +311,7 @@ fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
 #[test]
 fn settled_times_that_are_old_or_unsteady_are_doubted_again() {
     let folder = tempdir().expect("a temporary folder");
-    let cache = CostCache {
-        file: folder.path().join("costs.json"),
-        keeps: true,
-    };
+    let cache = kept_in(&folder);
     let (case, args) = (Case::gpt2(), Case::gpt2().arguments());
     let costs = || {
         let costs = CostModel::of(&case.inputs(), &args, Some(&cache), &World::of_threads());
