@@ -112,6 +112,10 @@ where
         self.communicator.members()
     }
 
+    fn is_on_devices(&self) -> bool {
+        self.communicator.is_on_devices()
+    }
+
     fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
         (self.start)(Start {
             group: &self.name,

@@ -220,6 +220,10 @@ impl Communicator for Handle {
     }
 
     /// Deposits the buffer; the wait does the work.
+    fn is_on_devices(&self) -> bool {
+        false
+    }
+
     fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
         let Seat { world, group, rank } = &*self.seat;
         world.check()?;

@@ -499,6 +499,20 @@ fn odd_sizes_agree_for_attention_and_lookups() {
     }
 }
 
+/// libtorch's own kernel for this gradient has a race on devices, at these numbers of ids.
+#[test]
+fn thousands_of_ids_of_a_few_rows_add_up_alike() {
+    for len in [1_025, 2_048, 3_073] {
+        let ids: Vec<i64> = (0_i64..).map(|i| i * i % 7 % 3).take(len).collect();
+        let ids = [("ids", TensorType::new([len], DType::I64), &ids[..])];
+        let op = Op::Embedding {
+            padding: None,
+            slice: None,
+        };
+        check("embedding of many", &[t(&[3, 5])], &ids, &op);
+    }
+}
+
 #[test]
 fn odd_sizes_agree_for_slices_of_queries_and_keys() {
     // The first of three ranks, whose keys are all, its own, or those of the last one.

@@ -2,14 +2,14 @@
 
 use super::{
     Tch,
-    run::{Node, Outcome, run, same_kind},
+    run::{Node, Outcome, is_half, run, same_kind},
     shim,
     storage::{TchBuffer, int, shape_of, tensor},
 };
 use crate::{Call, Error, GradSlot, GradStore, Result, Value};
 use merak_mpu::DType;
 use std::any::Any;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Where a node's only result is added.
 #[derive(Debug, Clone, Copy)]
@@ -53,7 +53,15 @@ impl Node<'_> {
             let _ = self.at(sum.f_addmm_(a, b))?;
             return Ok(true);
         }
-        if !self.backend.is_cpu() || a.kind() != Kind::BFloat16 || dtype != DType::F32 {
+        if dtype != DType::F32 || !is_half(a.kind()) {
+            return Ok(false);
+        }
+        if !self.backend.is_cpu() {
+            let sum = self.shaped(sum)?;
+            let _ = self.at(sum.f_addmm_dtype_out(&sum, a, b, Kind::Float))?;
+            return Ok(true);
+        }
+        if a.kind() != Kind::BFloat16 {
             return Ok(false);
         }
         let a = self.at(a.f_transpose(0, 1).and_then(|a| a.f_contiguous()))?;
@@ -68,12 +76,7 @@ impl Node<'_> {
     /// Adds rows to those of the given numbers.
     pub(super) fn add_rows(&self, ids: &Tensor, rows: &Tensor, sum: Sum<'_>) -> Result<()> {
         let mut sum = self.shaped(sum)?;
-        let mut added = || -> Outcome {
-            let rows = rows.f_reshape([-1, sum.size()[1]])?.f_to_kind(sum.kind())?;
-            sum.f_index_add_(0, &ids.f_reshape(-1)?, &rows)
-        };
-        let _ = self.at(added())?;
-        Ok(())
+        self.at(add_rows(&mut sum, ids, rows))
     }
 
     /// The range of a slot, shaped as the node's only result.
@@ -93,4 +96,31 @@ impl Node<'_> {
             })?;
         self.at(buffer.flat.f_narrow(0, int(target.offset), int(target.len)))
     }
+}
+
+/// Adds rows to those of the given numbers, in an order that depends on nothing else.
+fn add_rows(sum: &mut Tensor, ids: &Tensor, rows: &Tensor) -> Outcome<()> {
+    let ids = ids.f_reshape(-1)?;
+    let rows = rows.f_reshape([-1, sum.size()[1]])?.f_to_kind(sum.kind())?;
+    let _ = if sum.device() == Device::Cpu {
+        sum.f_index_add_(0, &ids, &rows)?
+    } else {
+        // On a device `index_add` uses any order, and this one sorts the rows.
+        sum.f_index_put_(&[Some(ids)], &rows, true)?
+    };
+    Ok(())
+}
+
+/// `dy [.., W], ids [..] -> [rows, W]`: the rows of `dy` added up by their numbers. Row `padding`
+/// stays 0.
+pub(super) fn rows_by_number(dy: &Tensor, ids: &Tensor, rows: i64, padding: i64) -> Outcome {
+    if dy.device() == Device::Cpu {
+        return Tensor::f_embedding_dense_backward(dy, ids, rows, padding, false);
+    }
+    // In libtorch 2.11 that kernel has a race on devices: for 1,025 to 3,072 ids.
+    let width = dy.size().last().copied().unwrap_or(1);
+    let mut sum = Tensor::f_zeros([rows, width], (dy.kind(), dy.device()))?;
+    let hidden = ids.f_eq(padding)?.f_unsqueeze(-1)?;
+    add_rows(&mut sum, ids, &dy.f_masked_fill(&hidden, 0.0)?)?;
+    Ok(sum)
 }

@@ -10,6 +10,7 @@ mod own;
 mod terms;
 
 use super::{
+    accumulate::rows_by_number,
     run::{Node, Outcome, document_numbers, is_half, stat_kind},
     shim,
     storage::{elements, elements_mut, int, tensor},

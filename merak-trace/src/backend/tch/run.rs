@@ -2,7 +2,7 @@
 
 use super::{
     Tch,
-    accumulate::Sum,
+    accumulate::{Sum, rows_by_number},
     at, elementwise, loss, norm, products,
     storage::{Handle, int, ints, kind, kind_of, shape_of, steal, tensor},
 };
@@ -97,19 +97,14 @@ pub(super) fn run(
             slice: None,
         } => {
             let (dy, ids) = (x(1)?, x(0)?);
-            // On a device `index_add` uses any order; the kernel of the gradient sorts the rows.
             if let Some(sum) = sum
                 && padding.is_none()
-                && backend.is_cpu()
             {
                 node.add_rows(ids, dy, sum)?;
                 return Ok(Vec::new());
             }
             // No row has number -1.
-            let (rows, padding) = (int(*rows), padding.map_or(-1, int));
-            one(Tensor::f_embedding_dense_backward(
-                dy, ids, rows, padding, false,
-            ))
+            one(rows_by_number(dy, ids, int(*rows), padding.map_or(-1, int)))
         }
         Op::LayerNorm { eps } => node.layer_norm([x(0)?, x(1)?, x(2)?], *eps),
         Op::LayerNormGradInput => node.layer_norm_grad_input([x(0)?, x(1)?, x(2)?, x(3)?, x(4)?]),

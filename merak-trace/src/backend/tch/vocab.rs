@@ -1,6 +1,7 @@
 //! Lookups and losses whose vocabulary is cut over ranks.
 
 use super::{
+    accumulate::rows_by_number,
     run::{Node, Outcome, stat_kind},
     storage::{int, tensor},
 };
@@ -47,7 +48,7 @@ impl Node<'_> {
         self.at((|| -> Outcome {
             let (at, elsewhere) = columns(ids, &own)?;
             let dy = dy.f_masked_fill(&elsewhere.f_unsqueeze(-1)?, 0.0)?;
-            Tensor::f_embedding_dense_backward(&dy, &at, int(rows), padding, false)
+            rows_by_number(&dy, &at, int(rows), padding)
         })())
     }
 

@@ -1,6 +1,6 @@
 //! Terms added to attention scores: minus infinity for hidden keys, and biases.
 
-use super::{Outcome, Sizes, document_numbers, stat_kind, tensor};
+use super::{Outcome, Sizes, document_numbers, rows_by_number, stat_kind, tensor};
 use crate::{
     Result, Value,
     op::{self, AttentionOptions},
@@ -119,7 +119,7 @@ impl<'a> Terms<'a> {
         let of_pairs = dscores.f_sum_dim_intlist(0_i64, false, None)?;
         let of_pairs = of_pairs.f_permute([1, 2, 0])?.f_contiguous()?;
         let rows = table.size()[0];
-        let grad = Tensor::f_embedding_dense_backward(&of_pairs, index, rows, -1, false)?;
+        let grad = rows_by_number(&of_pairs, index, rows, -1)?;
         grad.f_to_kind(table.kind()).map(Some)
     }
 }
