@@ -26,8 +26,9 @@ pub enum Memory {
 /// long.
 ///
 /// An engine may hold the buffers of several ranks open at once, one within the other in ascending
-/// rank, on the thread of any of them. A lock is therefore per rank at most, and no closure of
-/// `read` or `write` waits for a collective.
+/// rank, on the thread of any of them or on one of its own, from the moment in which the last rank
+/// starts the collective. A lock is therefore per rank at most, and no closure of `read` or `write`
+/// waits for a collective, or starts one with a buffer under the same lock.
 ///
 /// `Vec<T>` is a buffer for every [`Element`] type.
 ///

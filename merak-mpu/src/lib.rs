@@ -63,7 +63,8 @@
 //! - **No call is mistaken for another.** Members that call different operations, types or lengths
 //!   get [`Error::Mismatch`] with both sides. The call of most members counts as right, and the
 //!   first member with another one as the culprit.
-//! - **A started operation owns its buffer** until [`Pending::wait`] gives it back, once.
+//! - **A started operation owns its buffer** until [`Pending::wait`] gives it back, once. It makes
+//!   progress meanwhile, whether or not a rank waits for it.
 //! - **No hidden state.** Worlds are values: two of them fit in one process. Only
 //!   [`Launch::from_env`] (under [`init`]) reads the environment. With the features `candle`
 //!   and `tch` the process has one table, of the storages that are lent at the moment.

@@ -1,18 +1,25 @@
 //! Ranks as threads of one process: the engine that needs nothing but std.
 //!
 //! Messages move by pointer: the box that one rank sends is the box that the other receives. A
-//! collective has no messages at all. Each member deposits its buffer; the first to wait once all
-//! have come opens every buffer, cuts the work into chunks of 32 KiB, and all members that wait
-//! share them:
+//! collective has no messages at all. Each member deposits its buffer. Once all have come, one
+//! thread opens every buffer and cuts the work into chunks of 32 KiB, which all members that wait
+//! share:
 //!
 //! ```text
 //! rank 0  start ─ deposit ┐            ┌ wait: opens all ─ chunk 0 ─ chunk 2 ─ closes ─ takes own
 //! rank 1  start ─ deposit ┴─ all here ─┴ wait: ··········· chunk 1 ─ chunk 3 ·········· takes own
 //! ```
 //!
-//! The arithmetic of an element never depends on the rank that computes its chunk, so results are
-//! the same bits in every run. Once all have deposited, no member needs a peer's thread to make
-//! progress, so pending operations may be waited for in any order, or by some members only.
+//! Where all buffers together have up to 64 KiB, the member that comes last does this at once. Else
+//! the first member that waits leads, or, where nobody waits, a helper: a thread that the world
+//! starts when it may need one, that sleeps between its jobs, and that ends with the last handle on
+//! the world. It leaves members time to come first, 0.2 milliseconds where there are more cores
+//! than ranks, and 10 where it would take a core from a rank. So pending operations make progress
+//! without their callers, and may be waited for in any order, by some members only, or be polled
+//! until they are done.
+//!
+//! The arithmetic of an element never depends on the thread that computes its chunk, so results are
+//! the same bits in every run.
 //!
 //! A wait spins for some tens of microseconds, then sleeps; a rank that shares cores and has no
 //! turn sleeps at once, so that it takes no core from the others. It ends with the result, with
@@ -22,6 +29,7 @@
 
 mod collective;
 mod communicator;
+mod helper;
 mod plan;
 mod turns;
 mod wait;
@@ -65,9 +73,13 @@ impl Default for WorldOptions {
 /// ```
 pub fn world(n: usize, options: WorldOptions) -> Vec<Member> {
     let world = Arc::new(world::World::new(n, options));
-    (0..n)
-        .map(|rank| Member::new(Arc::new(world::Rank::new(Arc::clone(&world), rank))))
-        .collect()
+    let helper = helper::Helper::new(n, options, world.turns().processors());
+    let helper = Arc::new(helper);
+    let member = |rank| {
+        let rank = world::Rank::new(Arc::clone(&world), Arc::clone(&helper), rank);
+        Member::new(Arc::new(rank))
+    };
+    (0..n).map(member).collect()
 }
 
 /// Runs `body` once for each rank of a new world, each on its own thread, and returns the results

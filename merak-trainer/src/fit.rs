@@ -606,10 +606,10 @@ mod tests {
         check(0, enough, enough).unwrap();
         check(enough, enough, enough).unwrap_err();
         // Four stacks of 8 MiB, three of 2 MiB beside each, the memory of products, and 384 KiB
-        // beside the tensors; three stacks of other threads; and what lies around stacks and in the
-        // heap.
-        let stacks = (115 << 19) + 4 * (4 << 20) + OTHER_THREADS * STACK_BYTES;
-        let guards = (4 * 4 + OTHER_THREADS) * GUARD_BYTES;
+        // beside the tensors; a helper's stack and three of other threads; and what lies around
+        // stacks and in the heap.
+        let stacks = (115 << 19) + 4 * (4 << 20) + (8 << 20) + OTHER_THREADS * STACK_BYTES;
+        let guards = (4 * 4 + 1 + OTHER_THREADS) * GUARD_BYTES;
         let values = plan.run_memory(&args, &[Workload::Training], 0).unwrap();
         let values = values.total() - values.threads;
         let heap = 4 * HEAP_BYTES + PROCESS_BYTES + values / GAPS;

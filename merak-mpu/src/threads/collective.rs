@@ -14,6 +14,7 @@ use std::{
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
+    time::Duration,
 };
 
 /// What a member brings: its buffer, and room for the result where the call does not work in place.
@@ -22,10 +23,19 @@ struct Deposit {
     output: Option<Box<dyn Buffer>>,
 }
 
+impl Deposit {
+    fn num_bytes(&self) -> usize {
+        let buffers = [&self.input].into_iter().chain(&self.output);
+        buffers
+            .map(|buffer| buffer.len() * buffer.dtype().size_bytes())
+            .sum()
+    }
+}
+
 /// A collective from its first call to its last result.
 ///
 /// ```text
-/// gathering ──(n-th deposit)──> full ──(one member leads)──> working ──(last chunk)──> done
+/// gathering ──(n-th deposit)──> full ──(one thread leads)──> working ──(last chunk)──> done
 /// ```
 pub(super) struct Collective {
     fingerprint: Fingerprint,
@@ -96,18 +106,19 @@ impl Collective {
         calls
     }
 
-    /// Leaves the buffer of member `rank`, whose fingerprint is that of the first. Returns whether
-    /// all have come.
-    pub(super) fn deposit(&self, rank: usize, input: Box<dyn Buffer>) -> bool {
+    /// Leaves the buffer of member `rank`, whose fingerprint is that of the first. To the member
+    /// that comes last it returns the bytes of all buffers.
+    pub(super) fn deposit(&self, rank: usize, input: Box<dyn Buffer>) -> Option<usize> {
         let mut deposits = lock(&self.deposits);
         let output = ChunkPlan::output_len(&self.fingerprint, rank, deposits.len())
             .map(|len| input.zeros_like(len));
         deposits[rank] = Some(Deposit { input, output });
-        let full = deposits.iter().all(Option::is_some);
-        if full {
-            self.full.store(true, Ordering::Release);
+        if !deposits.iter().all(Option::is_some) {
+            return None;
         }
-        full
+        let num_bytes = deposits.iter().flatten().map(Deposit::num_bytes).sum();
+        self.full.store(true, Ordering::Release);
+        Some(num_bytes)
     }
 
     /// Whether all members have come.
@@ -129,6 +140,11 @@ impl Collective {
     /// Whether the results are there.
     pub(super) fn is_done(&self) -> bool {
         self.done.load(Ordering::Acquire)
+    }
+
+    /// Whether there is a leader.
+    pub(super) fn is_led(&self) -> bool {
+        self.led.load(Ordering::Acquire)
     }
 
     /// Whether a member that does not lead has something to do.
@@ -330,6 +346,9 @@ impl Drop for Claim<'_> {
     }
 }
 
+/// Rounds after which a leader naps: a member that has not finished its chunk by then has no core.
+const MOST_ROUNDS: u32 = 2048;
+
 /// Keeps the leader from closing the buffers, even in a panic, while a member works on a chunk.
 struct Closing<'a>(&'a Work);
 
@@ -340,7 +359,9 @@ impl Drop for Closing<'_> {
         let mut rounds = 0_u32;
         while self.0.finished.load(Ordering::Acquire) < claimed {
             rounds += 1;
-            if rounds.is_multiple_of(64) {
+            if rounds > MOST_ROUNDS {
+                thread::sleep(Duration::from_micros(20));
+            } else if rounds.is_multiple_of(64) {
                 thread::yield_now();
             }
             hint::spin_loop();

@@ -1,6 +1,6 @@
 //! The communicator of a group of threads.
 
-use super::{collective::Collective, wait, world::World};
+use super::{collective::Collective, helper::Helper, wait, world::World};
 use crate::{
     Buffer, Communicator, Error, Message, Pending, Rank, Result, Started, Turn, Wait,
     bell::{Bell, lock},
@@ -11,12 +11,17 @@ use crate::{
 use std::{
     collections::BTreeMap,
     fmt,
+    panic::{self, AssertUnwindSafe},
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::Instant,
 };
+
+/// The most bytes of all buffers together that the last member computes when it comes. This takes
+/// it some microseconds; to wake another thread takes longer, and to share the work gains nothing.
+const AT_ONCE_BYTES: usize = 64 << 10;
 
 /// Shared by the members of a group.
 pub(super) struct GroupState {
@@ -69,6 +74,8 @@ struct Seat {
 /// One member's handle on a group.
 pub(super) struct Handle {
     seat: Arc<Seat>,
+    /// Apart from the seat, which the helper's thread holds too.
+    helper: Arc<Helper>,
     /// The number of collectives that this member has started.
     started: AtomicU64,
     /// The number of turns that this member has asked for.
@@ -76,12 +83,33 @@ pub(super) struct Handle {
 }
 
 impl Handle {
-    pub(super) fn new(world: Arc<World>, group: Arc<GroupState>, rank: usize) -> Self {
+    pub(super) fn new(
+        world: Arc<World>,
+        helper: Arc<Helper>,
+        group: Arc<GroupState>,
+        rank: usize,
+    ) -> Self {
         Self {
             seat: Arc::new(Seat { world, group, rank }),
+            helper,
             started: AtomicU64::new(0),
             turns: AtomicU64::new(0),
         }
+    }
+
+    /// Sees to it that a collective that all members have started is computed, whether or not one
+    /// of them waits for it.
+    fn set_going(&self, collective: &Arc<Collective>, num_bytes: usize) -> Result<()> {
+        if num_bytes > AT_ONCE_BYTES {
+            self.seat.group.bell.ring();
+            let seat = Arc::clone(&self.seat);
+            let lead = move |collective: &Collective| seat.lead_unasked(collective);
+            if self.helper.offer(collective, lead) {
+                return Ok(());
+            }
+        }
+        self.seat.lead(collective)?;
+        Ok(())
     }
 }
 
@@ -117,22 +145,42 @@ impl Seat {
         self.world.fail(culprit.0, rank.0, &error.to_string());
     }
 
+    /// Computes a collective that all members have started, unless another thread has begun to.
+    /// Returns whether it did.
+    fn lead(&self, collective: &Collective) -> Result<bool> {
+        if !collective.claim_lead() {
+            return Ok(false);
+        }
+        if let Err(unopened) = collective.lead() {
+            let error = Error::BadBuffer {
+                rank: self.group.members[unopened.rank].0,
+                len: unopened.len,
+                dtype: unopened.dtype,
+                expected: unopened.len * unopened.dtype.size_bytes(),
+            };
+            self.fail(&error);
+            return Err(error);
+        }
+        self.group.bell.ring();
+        Ok(true)
+    }
+
+    /// The same on the helper. A failure there is one of the world, of which all members hear.
+    fn lead_unasked(&self, collective: &Collective) {
+        if self.world.check().is_err() {
+            return;
+        }
+        // A collective is not used again after a panic, so no broken invariant is seen.
+        let led = panic::catch_unwind(AssertUnwindSafe(|| self.lead(collective)));
+        if led.is_err() {
+            let rank = self.world_rank().0;
+            self.world.fail(rank, rank, "its helper panicked");
+        }
+    }
+
     fn finish(&self, collective: &Collective, sequence: u64) -> Result<Box<dyn Buffer>> {
         self.wait_for(collective, sequence, &|| collective.is_full())?;
-        if collective.claim_lead() {
-            let led = collective.lead();
-            if let Err(unopened) = led {
-                let error = Error::BadBuffer {
-                    rank: self.group.members[unopened.rank].0,
-                    len: unopened.len,
-                    dtype: unopened.dtype,
-                    expected: unopened.len * unopened.dtype.size_bytes(),
-                };
-                self.fail(&error);
-                return Err(error);
-            }
-            self.group.bell.ring();
-        } else {
+        if !self.lead(collective)? {
             self.wait_for(collective, sequence, &|| collective.can_help())?;
             collective.help();
             self.wait_for(collective, sequence, &|| collective.is_done())?;
@@ -224,6 +272,7 @@ impl Communicator for Handle {
         false
     }
 
+    /// Deposits the buffer. The last member sets the work going, and waits share it.
     fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
         let Seat { world, group, rank } = &*self.seat;
         world.check()?;
@@ -238,15 +287,20 @@ impl Communicator for Handle {
             Arc::clone(collective)
         };
         self.seat.compare(&collective, sequence, &fingerprint)?;
-        if collective.deposit(*rank, buffer) {
+        if let Some(num_bytes) = collective.deposit(*rank, buffer) {
             lock(&group.gathering).remove(&sequence);
-            group.bell.ring();
+            self.set_going(&collective, num_bytes)?;
         }
         let (seat, other) = (Arc::clone(&self.seat), Arc::clone(&self.seat));
-        let watched = Arc::clone(&collective);
+        let (watched, helper) = (Arc::clone(&collective), Arc::clone(&self.helper));
         Ok(Pending::polled(
-            move || watched.is_full() || other.world.check().is_err(),
-            move || seat.finish(&collective, sequence),
+            move || watched.is_done() || other.world.check().is_err(),
+            move || {
+                let result = seat.finish(&collective, sequence);
+                // It lives as long as the operation is pending, even if no handle is left.
+                drop(helper);
+                result
+            },
         ))
     }
 

@@ -92,6 +92,11 @@ impl Turns {
         }
     }
 
+    /// Where threads without a turn run; empty where threads are not moved.
+    pub(super) fn processors(&self) -> &[usize] {
+        &self.processors
+    }
+
     /// Whether a rank has a core that no other rank needs.
     pub(super) fn has_core(&self, rank: Rank) -> bool {
         self.computing.len() <= self.cores || self.computing[rank.0].load(Ordering::Relaxed)

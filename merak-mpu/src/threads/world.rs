@@ -3,6 +3,7 @@
 use super::{
     WorldOptions,
     communicator::{GroupState, Handle},
+    helper::Helper,
     turns::Turns,
 };
 use crate::{
@@ -117,15 +118,17 @@ impl World {
 /// One rank's handle on the world.
 pub(super) struct Rank {
     world: Arc<World>,
+    helper: Arc<Helper>,
     number: usize,
     /// How many groups of a name and members this rank has made, by the number of the first one.
     made: Mutex<BTreeMap<usize, usize>>,
 }
 
 impl Rank {
-    pub(super) fn new(world: Arc<World>, number: usize) -> Self {
+    pub(super) fn new(world: Arc<World>, helper: Arc<Helper>, number: usize) -> Self {
         Self {
             world,
+            helper,
             number,
             made: Mutex::default(),
         }
@@ -176,7 +179,8 @@ impl Engine for Rank {
             state = join(nth);
         }
         drop(groups);
-        Ok(Arc::new(Handle::new(Arc::clone(&self.world), state, place)))
+        let (world, helper) = (Arc::clone(&self.world), Arc::clone(&self.helper));
+        Ok(Arc::new(Handle::new(world, helper, state, place)))
     }
 
     fn abort(&self, reason: &str) {

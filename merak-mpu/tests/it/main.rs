@@ -20,6 +20,8 @@ mod processes;
 /// Programs of collectives and messages between any ranks.
 #[cfg(unix)]
 mod program;
+/// Collectives of threads are computed though nobody waits for them.
+mod progress;
 /// How processes find each other, and whom they do not let in.
 #[cfg(unix)]
 mod rendezvous;

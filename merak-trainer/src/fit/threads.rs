@@ -72,13 +72,15 @@ pub(super) fn mapped_bytes(args: &CheckedArguments, values: u64, products: u64) 
         .saturating_add(loading)
         .saturating_add(u64::from(args.saves()));
     let other = STACK_BYTES + GUARD_BYTES;
+    let own = WorldOptions::default().stack_bytes as u64 + GUARD_BYTES;
     let of_rank = beside
         .saturating_mul(other)
-        .saturating_add(WorldOptions::default().stack_bytes as u64 + GUARD_BYTES)
+        .saturating_add(own)
         .saturating_add(compute.saturating_mul(products))
         .saturating_add(HEAP_BYTES);
+    // The helper of ranks that are threads has a stack like theirs.
     let of_process =
-        (OTHER_THREADS * other + PROCESS_BYTES).saturating_mul(args.processes_here() as u64);
+        (OTHER_THREADS * other + own + PROCESS_BYTES).saturating_mul(args.processes_here() as u64);
     own_bytes(args)
         .saturating_add(args.shared_bytes_here() as u64)
         .saturating_add(ranks.saturating_mul(of_rank))
