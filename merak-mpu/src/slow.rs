@@ -1,6 +1,9 @@
 //! Links of a given speed, to measure what overlaps with computing.
 
-use crate::Member;
+use crate::{
+    Member, Started,
+    wrapped::{Between, Start},
+};
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
@@ -64,16 +67,7 @@ impl SlowLink {
 
     /// The member with its groups on the link. What it computes does not change.
     pub fn joined_by(&self, member: &Member) -> Member {
-        let link = self.clone();
-        member.started_by(move |start| {
-            if start.group != link.group {
-                return start.go();
-            }
-            let bytes = start.buffer.len() * start.buffer.dtype().size_bytes();
-            let pending = start.go()?;
-            let (arrives, link) = (link.send(bytes), link.clone());
-            Ok(pending.delayed_until(arrives, move |delay| link.wire().waited += delay))
-        })
+        member.behind(self.clone())
     }
 
     /// The time for which the wire was busy so far.
@@ -97,5 +91,17 @@ impl SlowLink {
 
     fn wire(&self) -> MutexGuard<'_, Wire> {
         self.wire.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Between for SlowLink {
+    fn start(&self, start: Start<'_>) -> Started {
+        if start.group != self.group {
+            return start.go();
+        }
+        let bytes = start.bytes();
+        let pending = start.go()?;
+        let (arrives, link) = (self.send(bytes), self.clone());
+        Ok(pending.delayed_until(arrives, move |delay| link.wire().waited += delay))
     }
 }

@@ -10,7 +10,7 @@ pub mod hosts;
 mod record;
 pub mod suite;
 
-pub use record::{Event, Moment, Record};
+pub use record::{Event, Moment, Record, Sent};
 
 use crate::{Member, threads};
 use std::{convert::Infallible, time::Duration};

@@ -10,12 +10,17 @@ use std::{fmt, sync::Arc, time::Instant};
 pub(crate) struct Start<'a> {
     pub(crate) group: &'a str,
     pub(crate) call: Call,
-    pub(crate) buffer: Box<dyn Buffer>,
+    buffer: Box<dyn Buffer>,
     lengths: Option<Arc<[usize]>>,
     communicator: &'a dyn Communicator,
 }
 
 impl Start<'_> {
+    /// Bytes of the buffer that the member brings.
+    pub(crate) fn bytes(&self) -> usize {
+        bytes_of(&*self.buffer)
+    }
+
     /// Starts it on the engine beneath.
     pub(crate) fn go(self) -> Started {
         self.communicator
@@ -23,36 +28,43 @@ impl Start<'_> {
     }
 }
 
-/// An engine whose groups start their collectives by a function.
-struct Wrapped<S> {
+/// Who stands between a member and its engine.
+pub(crate) trait Between: Send + Sync {
+    /// Starts a collective.
+    fn start(&self, start: Start<'_>) -> Started;
+
+    /// Sees the bytes of a message to a member of a group.
+    fn sees_message(&self, _group: &str, _bytes: usize) {}
+}
+
+/// An engine with somebody before it.
+struct Wrapped {
     engine: Arc<dyn Engine>,
-    start: Arc<S>,
+    between: Arc<dyn Between>,
 }
 
 /// A group of such an engine.
-struct WrappedGroup<S> {
+struct WrappedGroup {
     communicator: Arc<dyn Communicator>,
     name: String,
-    start: Arc<S>,
+    between: Arc<dyn Between>,
 }
 
 impl Member {
-    /// The same member, whose collectives `start` starts.
-    pub(crate) fn started_by<S>(&self, start: S) -> Self
-    where
-        S: Fn(Start<'_>) -> Started + Send + Sync + 'static,
-    {
+    /// The same member, with somebody between it and its engine.
+    pub(crate) fn behind(&self, between: impl Between + 'static) -> Self {
         Self::new(Arc::new(Wrapped {
             engine: Arc::clone(self.engine()),
-            start: Arc::new(start),
+            between: Arc::new(between),
         }))
     }
 }
 
-impl<S> Engine for Wrapped<S>
-where
-    S: Fn(Start<'_>) -> Started + Send + Sync + 'static,
-{
+fn bytes_of(buffer: &dyn Buffer) -> usize {
+    buffer.len() * buffer.dtype().size_bytes()
+}
+
+impl Engine for Wrapped {
     fn rank(&self) -> Rank {
         self.engine.rank()
     }
@@ -65,7 +77,7 @@ where
         Ok(Arc::new(WrappedGroup {
             communicator: self.engine.communicator(name, members)?,
             name: name.to_owned(),
-            start: Arc::clone(&self.start),
+            between: Arc::clone(&self.between),
         }))
     }
 
@@ -94,16 +106,13 @@ where
     }
 }
 
-impl<S> fmt::Debug for Wrapped<S> {
+impl fmt::Debug for Wrapped {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.engine.fmt(f)
     }
 }
 
-impl<S> Communicator for WrappedGroup<S>
-where
-    S: Fn(Start<'_>) -> Started + Send + Sync,
-{
+impl Communicator for WrappedGroup {
     fn rank(&self) -> usize {
         self.communicator.rank()
     }
@@ -117,7 +126,7 @@ where
     }
 
     fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
-        (self.start)(Start {
+        self.between.start(Start {
             group: &self.name,
             call,
             buffer,
@@ -127,6 +136,8 @@ where
     }
 
     fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
+        let bytes = message.iter().map(|packet| bytes_of(&*packet.data)).sum();
+        self.between.sees_message(&self.name, bytes);
         self.communicator.start_send(to, tag, message)
     }
 
@@ -143,7 +154,7 @@ where
     }
 }
 
-impl<S> fmt::Debug for WrappedGroup<S> {
+impl fmt::Debug for WrappedGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.communicator.fmt(f)
     }
