@@ -1,9 +1,14 @@
 //! N9: with `parallel_vocab` tables, head and loss are cut, and nothing that a run computes changes
 //! by more than the order of summation.
 
-use merak_ckpt::{Checkpoint, ExportOptions, Kind, export_hf};
+use merak_ckpt::{Checkpoint, ExportOptions, GenerateOptions, Kind, export_hf};
+use merak_mpu::{
+    Call, ReduceOp,
+    testing::{Moment, Record},
+    threads,
+};
 use merak_trace::Op;
-use merak_trainer::Workload;
+use merak_trainer::{Workload, run_on};
 use std::{collections::BTreeMap, fs};
 use tempfile::tempdir;
 
@@ -147,6 +152,37 @@ fn greedy_tokens_are_those_of_one_rank() {
             let cut = case.clone().on(degrees).with("parallel_vocab", true);
             assert_eq!(generate(&cut, &prompts, &greedy), alone, "{degrees:?}");
         }
+    }
+}
+
+#[test]
+fn a_decoding_gathers_the_logits_of_the_newest_positions_alone() {
+    // Their five tokens pass together, then one of each.
+    let prompts = [vec![5, 17, 3], vec![80, 2]];
+    let options = GenerateOptions {
+        max_new_tokens: 2,
+        ..greedy().1
+    };
+    let case = gpt2(true).on((1, 2, 1)).with("parallel_vocab", true);
+    let plan = case.plan();
+    let members = threads::world(2, threads::WorldOptions::default());
+    let ranks = run_on(members, |member| {
+        let record = Record::default();
+        let mut trainer = case.trainer(&plan, record.of(&member))?;
+        record.take();
+        trainer.generate(&prompts, &options)?;
+        Ok(record.take())
+    });
+    // Bytes of hidden states, and of a rank's 52 of the 103 logits, one of which may be padding.
+    let sum = |positions: usize| (Call::AllReduce(ReduceOp::Sum), positions * 32 * 4);
+    let logits = (Call::AllGather, 2 * 52 * 4);
+    // The lookup and four layers with two sums each: the last attention is between the last two.
+    let pass = |positions| [vec![sum(positions); 7], vec![sum(2); 2], vec![logits]].concat();
+    for events in ranks.expect("a healthy decoding") {
+        let of_tensors = events.iter().filter(|event| event.group == "tensor");
+        let started = of_tensors.filter(|event| event.moment == Moment::Started);
+        let found: Vec<_> = started.map(|event| (event.call, event.bytes)).collect();
+        assert_eq!(found, [pass(5), pass(2)].concat());
     }
 }
 
