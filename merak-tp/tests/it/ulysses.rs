@@ -230,7 +230,8 @@ fn decoders_of_other_families_with_windows_and_norms_of_heads() {
     }
     let config = json!({ "model_type": "gpt", "vocab_size": 101, "max_position_embeddings": 16, "hidden_size": 16,
         "num_hidden_layers": 2, "num_attention_heads": 4, "dropout": 0.1 });
-    check(&config, &options(8), &Options::new(1), 2);
+    check(&config, &options(8), &Options::new(1), 4);
+    check(&config, &options(8), &Options::new(2), 2);
 }
 
 #[test]

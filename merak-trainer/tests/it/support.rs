@@ -109,6 +109,7 @@ impl Case {
                 "gpt_neox",
                 usual("gpt_neox").with_model("intermediate_size", 48),
             ),
+            ("gpt", usual("gpt")),
         ]
     }
 
@@ -153,6 +154,7 @@ impl Case {
             Some("gpt2") => &["resid_pdrop", "embd_pdrop", "attn_pdrop"],
             Some("opt") => &["dropout", "attention_dropout"],
             Some("gpt_neox") => &["hidden_dropout", "attention_dropout"],
+            Some("gpt") => &["dropout"],
             _ => &["attention_dropout"],
         };
         for name in names {

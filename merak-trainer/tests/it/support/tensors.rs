@@ -134,6 +134,7 @@ pub(crate) fn assert_close_tensors(
         let gap = norm(values.iter().zip(expected).map(|(a, b)| a - b));
         let query = name
             .replace(".key.bias", ".query.bias")
+            .replace(".attn.k.bias", ".attn.q.bias")
             .replace(".k_proj.bias", ".q_proj.bias");
         let measure = norm(expected_of(&query).iter().copied());
         let size = norm(expected.iter().copied()).max(measure).max(1e-6 * all);
