@@ -1,7 +1,7 @@
 //! Which nodes of a split model run on halves of the microbatch, and in which order.
 
 use crate::{
-    run::recorded,
+    run::{recorded, tensor},
     support::{gpt2, model},
 };
 use merak_mpu::testing::Moment;
@@ -205,7 +205,10 @@ fn an_interpreter_waits_for_sums_where_their_level_does_and_no_earlier() {
             } else {
                 RecomputePlan::default()
             };
-            for events in recorded(&graph, 2, &plan) {
+            for record in recorded(&graph, tensor(2), &plan) {
+                let events = record.take().into_iter();
+                let events = events.filter(|event| event.group == "tensor");
+                let events: Vec<_> = events.map(|event| event.moment).collect();
                 let found = pending(&events);
                 assert_eq!(found, expected, "{overlap:?} {recomputes} {events:?}");
                 let halves = 1 + usize::from(overlap > Overlap::None);

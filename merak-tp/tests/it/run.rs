@@ -1,8 +1,8 @@
 //! Runs a graph forward and backward, on one rank or as slices on several.
 
 use merak_mpu::{
-    Degrees, Mpu, Rank, ReduceOp, Topology, into_vec,
-    testing::{Moment, Record, world},
+    Call, Degrees, Mpu, Rank, ReduceOp, Topology, into_vec,
+    testing::{Event, Moment, Record, world},
 };
 use merak_trace::{
     Axis, AxisGroups, Batch, Coord, DType, GradSlot, GradStore, Graph, Init, Interpreter, Overlap,
@@ -21,8 +21,7 @@ pub(crate) struct Step {
 
 /// Runs a graph that nothing is split in.
 pub(crate) fn on_one_rank(graph: &Graph) -> Step {
-    let plan = RecomputePlan::default();
-    step(graph, Coord::default(), &(Arc::new(SingleRank) as _), &plan)
+    step(graph, Coord::default(), &(Arc::new(SingleRank) as _))
 }
 
 /// Runs a graph that is split over the tensor axis on `degree` ranks.
@@ -31,7 +30,7 @@ pub(crate) fn on_ranks(graph: &Graph, degree: usize) -> Vec<Step> {
 }
 
 /// `degree` ranks of the tensor axis.
-fn tensor(degree: usize) -> Degrees {
+pub(crate) fn tensor(degree: usize) -> Degrees {
     Degrees {
         tp: degree,
         ..Degrees::default()
@@ -42,22 +41,39 @@ fn tensor(degree: usize) -> Degrees {
 pub(crate) fn on_mesh(graph: &Graph, degrees: Degrees) -> Vec<Step> {
     world(degrees.world_size(), |member| {
         let mpu = Mpu::new(member, degrees).expect("the degrees fill the world");
-        let plan = RecomputePlan::default();
-        step(graph, mpu.coord(), &(Arc::new(mpu) as _), &plan)
+        step(graph, mpu.coord(), &(Arc::new(mpu) as _))
     })
 }
 
-/// What the tensor group of each of `degree` ranks does during a step.
-pub(crate) fn recorded(graph: &Graph, degree: usize, plan: &RecomputePlan) -> Vec<Vec<Moment>> {
-    world(degree, |member| {
+/// What each rank of a mesh exchanges in the passes of a microbatch.
+pub(crate) fn recorded(graph: &Graph, degrees: Degrees, plan: &RecomputePlan) -> Vec<Record> {
+    world(degrees.world_size(), |member| {
         let record = Record::default();
         let member = record.of(&member);
-        let mpu = Mpu::new(member, tensor(degree)).expect("the degrees fill the world");
-        step(graph, mpu.coord(), &(Arc::new(mpu) as _), plan);
-        let events = record.take().into_iter();
-        let of_group = events.filter(|event| event.group == "tensor");
-        of_group.map(|event| event.moment).collect()
+        let mpu = Mpu::new(member, degrees).expect("the degrees fill the world");
+        passes(graph, mpu.coord(), &(Arc::new(mpu) as _), plan);
+        record
     })
+}
+
+/// Bytes of the whole values that a rank has begun to exchange in a group of `ranks`, by
+/// collective.
+pub(crate) fn whole_bytes(
+    events: &[Event],
+    group: &str,
+    ranks: usize,
+) -> BTreeMap<&'static str, usize> {
+    let mut bytes = BTreeMap::new();
+    let is_start = |event: &&Event| event.group == group && event.moment == Moment::Started;
+    for event in events.iter().filter(is_start) {
+        // Others take a value that the rank has whole.
+        let parts = match event.call {
+            Call::AllGather | Call::AllToAll => ranks,
+            _ => 1,
+        };
+        *bytes.entry(event.call.name()).or_default() += parts * event.bytes;
+    }
+    bytes
 }
 
 /// Asserts that all ranks of the tensor axis compute the same as one rank on the whole graph.
@@ -124,7 +140,15 @@ fn assert_steps(
     }
 }
 
-fn step(graph: &Graph, place: Coord, groups: &Arc<dyn AxisGroups>, plan: &RecomputePlan) -> Step {
+/// The passes of a microbatch, and what an optimizer does with their gradients before a step.
+fn step(graph: &Graph, place: Coord, groups: &Arc<dyn AxisGroups>) -> Step {
+    let mut step = passes(graph, place, groups, &RecomputePlan::default());
+    sum_over_ranks(graph, &**groups, &mut step.grads);
+    step
+}
+
+/// The forward and the backward of a microbatch.
+fn passes(graph: &Graph, place: Coord, groups: &Arc<dyn AxisGroups>, plan: &RecomputePlan) -> Step {
     let backend: SharedBackend = Arc::new(Candle::new(1).expect("threads start"));
     let program = StageProgram::training(graph, &StageCuts::whole(graph), 0, plan);
     let runner = Interpreter::new(
@@ -179,12 +203,10 @@ fn step(graph: &Graph, place: Coord, groups: &Arc<dyn AxisGroups>, plan: &Recomp
             .or_insert_with(|| vec![0.0; own.len()]);
         sum.iter_mut().zip(own).for_each(|(sum, x)| *sum += x);
     }
-    sum_over_ranks(graph, &**groups, &mut grads);
     Step { loss, grads }
 }
 
-/// What an optimizer does before a step: sums gradients of which each rank has a summand, those of
-/// all parameters over the sequence axis.
+/// Sums gradients of which each rank has a summand, those of all parameters over the sequence axis.
 fn sum_over_ranks(graph: &Graph, groups: &dyn AxisGroups, grads: &mut BTreeMap<String, Vec<f64>>) {
     for axis in [Axis::Sequence, Axis::Tensor] {
         let Some(group) = groups.along(axis) else {

@@ -1,8 +1,15 @@
-//! The collectives of a layer, against closed forms.
+//! The collectives of a layer, against closed forms and what ranks really exchange.
 
-use crate::support::{gpt2, llama, model, split_model};
-use merak_tp::{LayerTraffic, Options, Sequence, Traffic, default_lists, rewrite_with};
-use merak_trace::{Axis, Graph, Op, RecomputePlan, StageCuts, StageProgram, models::TraceOptions};
+use crate::{
+    run::{recorded, tensor, whole_bytes},
+    support::{gpt2, llama, model, split_model},
+};
+use merak_tp::{LayerTraffic, Options, Rewritten, Sequence, Traffic, default_lists, rewrite_with};
+use merak_trace::{
+    Axis, DType, Graph, Op, RecomputePlan, StageCuts, StageProgram, models::TraceOptions,
+};
+use serde_json::Value as Json;
+use std::{collections::BTreeMap, ops::Range};
 
 /// Bytes of `[2, 8, 16]` in f32.
 const HIDDEN: usize = 2 * 8 * 16 * 4;
@@ -13,8 +20,40 @@ fn traffic(graph: &Graph, plan: &RecomputePlan) -> Traffic {
 }
 
 fn of_layers(traffic: &Traffic) -> impl Iterator<Item = &LayerTraffic> {
-    let rows = traffic.layers.iter();
-    rows.filter(|row| row.layer.contains(|c: char| c.is_ascii_digit()))
+    traffic.layers.iter().filter(|row| is_layer(&row.layer))
+}
+
+fn is_layer(path: &str) -> bool {
+    path.contains(|c: char| c.is_ascii_digit())
+}
+
+/// A chunk for each layer.
+fn by_layers(graph: &Graph) -> RecomputePlan {
+    let mut chunks: BTreeMap<_, Range<usize>> = BTreeMap::new();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        if is_layer(node.layer()) {
+            chunks.entry(node.layer()).or_insert(index..index).end = index + 1;
+        }
+    }
+    RecomputePlan {
+        chunks: chunks.into_values().collect(),
+        ..RecomputePlan::default()
+    }
+}
+
+/// A model split by the defaults of its family, its sequence cut between the regions.
+fn cut_model(config: &Json, options: &TraceOptions, degree: usize) -> Rewritten {
+    let model = model(config);
+    let whole = model.trace(options).expect("the sizes fit");
+    let lists = default_lists(model.info().family).expect("the family has defaults");
+    let cut = Options::new(degree).with_sequence(Sequence::Cut { dim: 1 });
+    rewrite_with(&whole, &cut.with_lists(lists)).expect("it can be split")
+}
+
+/// Two families, and ranks that share their layers.
+fn cases() -> impl Iterator<Item = (Json, usize)> {
+    let configs = [gpt2(2, 0.1, true), llama(2, 4, 0.0)].into_iter();
+    configs.flat_map(|config| [2, 4].map(|degree| (config.clone(), degree)))
 }
 
 #[test]
@@ -58,21 +97,9 @@ fn recomputation_sums_again_what_the_backward_reads() {
 
 #[test]
 fn a_recomputed_layer_sums_once_more() {
-    for degree in [2, 4] {
-        let split = split_model(&gpt2(2, 0.1, true), &TraceOptions::training(2, 8), degree);
-        let chunks = [0, 1].map(|layer| {
-            let name = format!("transformer.h.{layer}");
-            let mut nodes = split.graph.nodes().iter();
-            let first = nodes.position(|node| node.layer() == name);
-            let mut nodes = split.graph.nodes().iter();
-            let last = nodes.rposition(|node| node.layer() == name);
-            first.expect("it has nodes")..last.expect("it has nodes") + 1
-        });
-        let plan = RecomputePlan {
-            chunks: chunks.into(),
-            ..RecomputePlan::default()
-        };
-        let traffic = traffic(&split.graph, &plan);
+    for (config, degree) in cases() {
+        let split = split_model(&config, &TraceOptions::training(2, 8), degree);
+        let traffic = traffic(&split.graph, &by_layers(&split.graph));
         let rows: Vec<_> = of_layers(&traffic).collect();
         assert_eq!(rows.len(), 2, "{traffic}");
         let sums = rows
@@ -122,33 +149,66 @@ fn frozen_layers_need_nothing_for_their_gradients() {
 
 #[test]
 fn slices_of_the_sequence_move_as_many_bytes() {
-    let model = model(&gpt2(2, 0.1, true));
-    let whole = model
-        .trace(&TraceOptions::training(2, 8))
-        .expect("the sizes fit");
-    let lists = default_lists("gpt2").expect("it is known");
-    let cut = Options::new(2).with_sequence(Sequence::Cut { dim: 1 });
-    let split = rewrite_with(&whole, &cut.with_lists(lists)).expect("it can be split");
-    let traffic = traffic(&split.graph, &RecomputePlan::default());
-    let rows: Vec<_> = of_layers(&traffic).collect();
-    assert_eq!(rows.len(), 4, "two kinds in two layers");
-    for row in rows {
-        let counts = [row.forward, row.recomputed, row.backward];
-        assert_eq!((counts, row.bytes), ([2, 0, 2], 4 * HIDDEN), "{row:?}");
+    for (config, degree) in cases() {
+        let split = cut_model(&config, &TraceOptions::training(2, 8), degree);
+        let counted = traffic(&split.graph, &RecomputePlan::default());
+        let rows: Vec<_> = of_layers(&counted).collect();
+        assert_eq!(rows.len(), 4, "two kinds in two layers");
+        for row in rows {
+            let counts = [row.forward, row.recomputed, row.backward];
+            assert_eq!((counts, row.bytes), ([2, 0, 2], 4 * HIDDEN), "{row:?}");
+        }
+        // Joined inputs that are not kept are joined again.
+        let nodes = split.graph.nodes().iter().enumerate();
+        let joins = nodes.filter(|(_, node)| matches!(node.op, Op::AllGather { .. }));
+        let plan = RecomputePlan {
+            nodes: joins.map(|(index, _)| index).collect(),
+            ..RecomputePlan::default()
+        };
+        let again = traffic(&split.graph, &plan);
+        let joins = of_layers(&again).filter(|row| row.collective == "all_gather");
+        assert!(joins.map(|row| row.recomputed).eq([2, 2]));
+        let table = counted.to_string();
+        assert!(
+            table.contains("in total") && table.lines().count() > 5,
+            "{table}"
+        );
     }
-    // Joined inputs that are not kept are joined again.
-    let nodes = split.graph.nodes().iter().enumerate();
-    let joins = nodes.filter(|(_, node)| matches!(node.op, Op::AllGather { .. }));
-    let plan = RecomputePlan {
-        nodes: joins.map(|(index, _)| index).collect(),
-        ..RecomputePlan::default()
+}
+
+#[test]
+fn a_recomputed_layer_of_slices_joins_twice_and_sums_once_more() {
+    for (config, degree) in cases() {
+        let split = cut_model(&config, &TraceOptions::training(2, 8), degree);
+        let counted = traffic(&split.graph, &by_layers(&split.graph));
+        let rows: Vec<_> = of_layers(&counted).collect();
+        assert_eq!(rows.len(), 4, "two kinds in two layers");
+        for row in rows {
+            let again = if row.collective == "all_gather" { 2 } else { 1 };
+            let counts = [row.forward, row.recomputed, row.backward];
+            assert_eq!(counts, [2, again, 2], "{row:?}");
+            assert_eq!(row.bytes, (4 + again) * HIDDEN, "{row:?}");
+        }
+    }
+}
+
+#[test]
+fn ranks_exchange_what_is_counted() {
+    let options = TraceOptions {
+        dtype: DType::F64,
+        ..TraceOptions::training(2, 8)
     };
-    let again = self::traffic(&split.graph, &plan);
-    let joins = of_layers(&again).filter(|row| row.collective == "all_gather");
-    assert!(joins.map(|row| row.recomputed).eq([2, 2]));
-    let table = traffic.to_string();
-    assert!(
-        table.contains("in total") && table.lines().count() > 5,
-        "{table}"
-    );
+    for (config, degree) in cases() {
+        for split in [split_model, cut_model].map(|split| split(&config, &options, degree)) {
+            for plan in [RecomputePlan::default(), by_layers(&split.graph)] {
+                let total = traffic(&split.graph, &plan).total();
+                let counted = total.iter().map(|row| (row.collective, row.bytes));
+                let counted: BTreeMap<_, _> = counted.collect();
+                for record in recorded(&split.graph, tensor(degree), &plan) {
+                    let exchanged = whole_bytes(&record.take(), "tensor", degree);
+                    assert_eq!(exchanged, counted, "{config} on {degree}, {plan:?}");
+                }
+            }
+        }
+    }
 }

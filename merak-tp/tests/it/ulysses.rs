@@ -2,7 +2,7 @@
 //! dropout on, f64.
 
 use crate::{
-    run::{assert_same_on, on_mesh, on_one_rank},
+    run::{assert_same_on, on_mesh, on_one_rank, recorded, whole_bytes},
     sequence::sequence_first,
     support::{gpt2, lists, llama, model, shapes},
 };
@@ -16,6 +16,7 @@ use merak_trace::{
     models::{TraceOptions, Visible},
 };
 use serde_json::{Value as Json, json};
+use std::collections::BTreeMap;
 
 const CUT: Sequence = Sequence::Cut { dim: 1 };
 const METHODS: [SequenceMethod; 3] = [
@@ -201,6 +202,45 @@ fn keys_and_values_go_round_once_forward_and_with_their_gradients_backward() {
             if !recomputes {
                 let counted: usize = traffic.total().iter().map(|row| row.bytes).sum();
                 assert_eq!(counted, cut.report.bytes());
+            }
+            // A rank sends slices of both for each of the others, and gradients for itself too.
+            let slices = (2 + again / 2) * (ranks - 1) + ranks;
+            for record in recorded(&cut.graph, degrees(1, ranks), &plan) {
+                let sent = record.take_sent().into_iter();
+                let sent = sent.filter(|sent| sent.group == "sequence");
+                let sent: usize = sent.map(|sent| sent.bytes).sum();
+                assert_eq!(sent, 2 * slices * (2 * bytes / ranks), "{ranks} {again}");
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_of_a_sequence_exchange_what_is_counted() {
+    for (config, ranks) in [gpt2(2, 0.1, true), llama(2, 2, 0.0)]
+        .iter()
+        .flat_map(|config| [(config, 2), (config, 4)])
+    {
+        for method in METHODS {
+            let along = Options::along_sequence(ranks, CUT, method);
+            let (_, cut) = split(config, &options(8), &Options::new(1), &along);
+            let cut = cut.expect("the sequence can be cut").graph;
+            let whole = RecomputePlan {
+                chunks: std::iter::once(0..cut.nodes().len()).collect(),
+                ..RecomputePlan::default()
+            };
+            for plan in [RecomputePlan::default(), whole] {
+                let program = StageProgram::training(&cut, &StageCuts::whole(&cut), 0, &plan);
+                let traffic = Traffic::of([&program.expect("differentiable")], Axis::Sequence);
+                let total = traffic.total().into_iter();
+                // What goes round is in messages.
+                let total = total.filter(|row| row.collective != "ring");
+                let counted = total.map(|row| (row.collective, row.bytes));
+                let counted: BTreeMap<_, _> = counted.collect();
+                for record in recorded(&cut, degrees(1, ranks), &plan) {
+                    let exchanged = whole_bytes(&record.take(), "sequence", ranks);
+                    assert_eq!(exchanged, counted, "{config} by {method:?}, {plan:?}");
+                }
             }
         }
     }
