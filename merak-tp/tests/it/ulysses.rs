@@ -12,8 +12,9 @@ use merak_tp::{
     default_lists, rewrite_with,
 };
 use merak_trace::{
-    Axis, DType, Graph, Op, RecomputePlan, StageCuts, StageProgram,
+    Axis, Coord, DType, Graph, Op, RecomputePlan, StageCuts, StageProgram,
     models::{TraceOptions, Visible},
+    op::{Attention, Keys},
 };
 use serde_json::{Value as Json, json};
 use std::collections::BTreeMap;
@@ -243,6 +244,58 @@ fn ranks_of_a_sequence_exchange_what_is_counted() {
                 }
             }
         }
+    }
+}
+
+/// The pairs of a query of each rank and a key of each that it sees, where every query sees the
+/// keys before it.
+fn pairs_by_owner(cut: &Graph, ranks: usize) -> Vec<Vec<usize>> {
+    let attention = cut.nodes().iter().find_map(|node| match &node.op {
+        Op::Attention(spec) => Some((spec, cut.ty(node.inputs[0]).shape[1])),
+        _ => None,
+    });
+    let (spec, local) = attention.expect("it has one");
+    let pairs = |rank: usize, owner: usize| -> usize {
+        let spec = Attention {
+            keys: Keys::OfRank(owner),
+            ..spec.clone()
+        };
+        let place = Coord::default().with(Axis::Sequence, rank);
+        let places = spec.places(place, local).expect("a rank has some queries");
+        let sees = |query: usize| {
+            let is_seen = |key: &usize| places.keys.at(*key) <= places.queries.at(query);
+            (0..local).filter(is_seen).count()
+        };
+        (0..local).map(sees).sum()
+    };
+    let of_rank = |rank| (0..ranks).map(|owner| pairs(rank, owner)).collect();
+    (0..ranks).map(of_rank).collect()
+}
+
+#[test]
+fn mirrored_slices_are_equal_work_in_every_round_and_slices_of_neighbours_are_not() {
+    let pairs = |ranks, seq, method| {
+        let along = Options::along_sequence(ranks, CUT, method);
+        let (_, cut) = split(&gpt2(1, 0.0, true), &options(seq), &Options::new(1), &along);
+        pairs_by_owner(&cut.expect("the sequence can be cut").graph, ranks)
+    };
+    for method in [SequenceMethod::AllGather, SequenceMethod::Ring] {
+        for (ranks, seq) in [(2, 8), (3, 12), (4, 16), (8, 16)] {
+            let half = seq / ranks / 2;
+            for (rank, of_rank) in pairs(ranks, seq, method).iter().enumerate() {
+                // Of four pairs of halves two are seen whole; of the own ones one is, and two up to
+                // the diagonal.
+                let mut expected = vec![2 * half * half; ranks];
+                expected[rank] = half * half + half * (half + 1);
+                assert_eq!(*of_rank, expected, "rank {rank} of {ranks}, {method:?}");
+            }
+        }
+        // Twice four ranks do not divide 12 positions: rank r sees 9 pairs with each before it.
+        let of_neighbours = pairs(4, 12, method);
+        let work: Vec<usize> = of_neighbours.iter().map(|row| row.iter().sum()).collect();
+        assert_eq!(work, [6, 15, 24, 33]);
+        // At most 2 - 1/4 times the mean.
+        assert!(16 * work[3] <= 7 * work.iter().sum::<usize>());
     }
 }
 
