@@ -16,7 +16,7 @@ mod offload; // optimizer state and masters in files
 mod optimizers; // L2, L3: every rule of the optimizer
 mod other_rule; // an optimizer that the program brings along
 mod overlap; // L2: what runs while sums over tensor-parallel ranks pass
-mod own_parts; // losses, rates and collators of the caller's own
+mod own_parts; // models, losses, rates and collators of the caller's own
 mod pipeline; // L1: the pipeline changes no bit
 mod prediction; // predictions of samples
 mod resume; // L3, L5: resumed runs and equal bytes

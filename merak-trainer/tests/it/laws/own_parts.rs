@@ -1,22 +1,33 @@
-//! Losses, learning rates and collators of the caller's own.
+//! Models, losses, learning rates and collators of the caller's own.
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use merak_mpu::Mpu;
-use merak_trace::fx::{Module, Symbol};
+use merak_trace::{
+    Graph, Init,
+    fx::{self, Module, Symbol},
+    models::{self, Model, ModelInfo, TraceOptions},
+    op::{Activation, Attention, WeightLayout},
+};
 use merak_trainer::{
-    LossCount, LossFn, MerakTrainer, Plan, PredictionKind, Result, StepReport, TrainerParts,
+    LossCount, LossFn, MerakTrainer, Plan, PlanInputs, PredictionKind, Result, StepReport,
+    TrainerParts, chain,
     data::{IGNORED_LABEL, LABELS, Sample, SampleTensor},
     get_grid, get_topo, run_world,
 };
 
-use crate::support::Case;
+use crate::support::{Case, SEQ, VOCAB};
 
 /// Trains with a loss in place of the model's own.
 fn reports(case: &Case, loss: &LossFn, count: LossCount) -> Vec<StepReport> {
-    let args = case.arguments();
     let inputs = case.inputs().with_loss(Arc::clone(loss), count);
-    let plan = Arc::new(Plan::new(&inputs, &args).expect("it can be planned"));
+    let plan = Plan::new(&inputs, &case.arguments());
+    train_by(&Arc::new(plan.expect("it can be planned")), case)
+}
+
+/// Trains by a plan, with the keys and the data of a case.
+fn train_by(plan: &Arc<Plan>, case: &Case) -> Vec<StepReport> {
+    let args = case.arguments();
     let ranks = run_world(&args, |member| {
         let parts = TrainerParts {
             train_data: Some(Arc::clone(&case.data)),
@@ -25,7 +36,7 @@ fn reports(case: &Case, loss: &LossFn, count: LossCount) -> Vec<StepReport> {
             ..TrainerParts::default()
         };
         let mpu = Mpu::new(member, plan.draft.degrees)?;
-        let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?;
+        let mut trainer = MerakTrainer::new(Arc::clone(plan), mpu, &args, parts)?;
         trainer.evaluate()?;
         trainer.predict_as(&*case.data, PredictionKind::Embeddings)?;
         (0..4)
@@ -37,6 +48,14 @@ fn reports(case: &Case, loss: &LossFn, count: LossCount) -> Vec<StepReport> {
 
 fn losses(reports: &[StepReport]) -> Vec<f64> {
     reports.iter().map(|report| report.loss).collect()
+}
+
+/// Demands losses that differ by the order of summation only.
+fn assert_close(reports: &[StepReport], expected: &[f64], what: &str) {
+    for (found, expected) in losses(reports).iter().zip(expected) {
+        let gap = (found / expected - 1.0).abs();
+        assert!(gap < 1e-4, "{what}: {found} {expected}");
+    }
 }
 
 #[test]
@@ -62,12 +81,107 @@ fn a_loss_of_ones_own_takes_the_place_of_the_cross_entropy() {
         let alone = losses(&reports(&case, &penalised, count));
         assert!(alone[0] > expected[0], "{alone:?} {expected:?}");
         for degrees in [(2, 1, 1), (1, 2, 1), (1, 1, 4)] {
-            let many = losses(&reports(&case.clone().on(degrees), &penalised, count));
-            for (found, expected) in many.iter().zip(&alone) {
-                let gap = (found / expected - 1.0).abs();
-                assert!(gap < 1e-4, "{degrees:?} {count:?}: {found} {expected}");
-            }
+            let many = reports(&case.clone().on(degrees), &penalised, count);
+            assert_close(&many, &alone, &format!("{degrees:?} {count:?}"));
         }
+    }
+}
+
+/// Attention and an MLP beside each other in each layer; no list of layers knows its family.
+#[derive(Debug)]
+struct SideBySide;
+
+const WIDTH: usize = 32;
+const LAYERS: usize = 4;
+const INIT: Init = Init::Normal(0.05);
+
+impl SideBySide {
+    fn layer(layer: &Module, x: &Symbol) -> merak_trace::Result<Symbol> {
+        let linear = |name: &str, x: &Symbol, out: usize| {
+            let own = layer.sub(name);
+            own.linear(x, out, WeightLayout::OutIn, true, INIT)
+        };
+        let normed = layer.sub("norm").rms_norm(x, 1e-6)?;
+        let [q, k, v] = ["q", "k", "v"].map(|name| linear(name, &normed, WIDTH));
+        let spec = Attention {
+            heads: 4,
+            kv_heads: 4,
+            head_dim: WIDTH / 4,
+            scale: 0.35,
+            causal: true,
+            ..Attention::default()
+        };
+        let mixed = layer.sub("attn").attention(&q?, &k?, &v?, &spec, 0.1)?;
+        let bent = layer.activation(&linear("up", &normed, 2 * WIDTH)?, Activation::Silu)?;
+        let (out, down) = (linear("out", &mixed, WIDTH), linear("down", &bent, WIDTH));
+        layer.add(x, &layer.add(&out?, &down?)?)
+    }
+}
+
+impl Model for SideBySide {
+    fn info(&self) -> ModelInfo {
+        ModelInfo {
+            family: "side-by-side",
+            num_layers: LAYERS,
+            hidden_size: WIDTH,
+            num_heads: 4,
+            num_kv_heads: 4,
+            max_seq: SEQ,
+            vocab_size: VOCAB,
+            eos_token_id: None,
+        }
+    }
+
+    fn trace(&self, options: &TraceOptions) -> merak_trace::Result<Graph> {
+        fx::trace(options.dtype, |root| {
+            let ids = models::input_ids(root, options);
+            let (mut x, _) = root.sub("embed").embedding(&ids, VOCAB, WIDTH, INIT)?;
+            for index in 0..LAYERS {
+                x = Self::layer(&root.sub(&format!("layers.{index}")), &x)?;
+            }
+            let logits = models::lm_head(root, "head", &x, None, VOCAB, 0.05)?;
+            models::finish(root, &logits, options)
+        })
+    }
+}
+
+#[test]
+fn layers_of_a_model_of_ones_own_are_chosen_where_no_list_names_them() {
+    let planned = |case: &Case| {
+        let args = case.arguments();
+        let inputs = PlanInputs::read(Arc::new(SideBySide), &args)?;
+        Plan::new(&inputs, &args).map(Arc::new)
+    };
+    let on = |degrees| Case::gpt2().on(degrees);
+    let unnamed = planned(&on((1, 2, 1))).expect_err("nothing says what is split");
+    let unnamed = chain(&unnamed);
+    assert!(unnamed.contains("no default layer lists"), "{unnamed}");
+
+    let auto = |degrees| on(degrees).with("tp_layer_lists", "auto");
+    let one = auto((1, 1, 1));
+    let plan = planned(&one).expect("it can be planned");
+    let alone = losses(&train_by(&plan, &one));
+    let sliced = auto((1, 2, 1)).with("sequence_parallel", true);
+    for case in [
+        auto((1, 2, 1)),
+        auto((1, 4, 1)),
+        auto((2, 2, 2)),
+        sliced.with("parallel_vocab", true),
+    ] {
+        let plan = planned(&case).expect("it can be planned");
+        let choices = plan.draft.tensor.choices.iter();
+        let choices: Vec<_> = choices.map(ToString::to_string).collect();
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(choices.join("\n"), @"
+            auto col layers.{i}.q: each rank goes on with its part
+            auto col layers.{i}.k: each rank goes on with its part
+            auto col layers.{i}.v: each rank goes on with its part
+            auto col layers.{i}.up: each rank goes on with its part
+            auto row layers.{i}.out: its input comes split
+            auto row layers.{i}.down: its input comes split
+            ");
+        }
+        assert_close(&train_by(&plan, &case), &alone, &format!("{case:?}"));
     }
 }
 
