@@ -81,13 +81,17 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     };
     output::print(match args.format {
         Format::Text => {
-            let text = render::graph(graph, render::Format::Text);
-            let traffic = as_comments(&traffic(&plan, args.stage)?);
-            output::fitted(&format!("{text}{traffic}"))
+            let mut text = render::graph(graph, render::Format::Text);
+            for choice in &plan.draft.tensor.choices {
+                let _ = writeln!(text, "# {choice}");
+            }
+            text += &as_comments(&traffic(&plan, args.stage)?);
+            output::fitted(&text)
         }
         Format::Dot => render::graph(graph, render::Format::Dot),
         Format::Json => {
             let mut document = render::to_json(graph);
+            document["choices"] = json!(plan.draft.tensor.choices);
             document["traffic"] = as_object(&traffic(&plan, args.stage)?);
             format!("{document:#}")
         }

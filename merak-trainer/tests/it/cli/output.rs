@@ -490,6 +490,34 @@ fn a_graph_is_printed_in_every_format() {
 }
 
 #[test]
+fn a_graph_comes_with_the_reasons_for_layers_that_were_chosen() {
+    let place = Workplace::new();
+    place.write(
+        "encoder.json",
+        r#"{ "model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 31, "hidden_size": 16,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24 }"#,
+    );
+    let line = "trace encoder.json --tp 2";
+    let text = place.succeed(&format!("{line} --tp_layer_lists auto"));
+    let reasons = text.lines().filter(|line| line.starts_with("# auto "));
+    assert_snapshot!(reasons.collect::<Vec<_>>().join("\n"), @"
+    # auto col bert.encoder.layer.{i}.attention.self.query: each rank goes on with its part
+    # auto col bert.encoder.layer.{i}.attention.self.key: each rank goes on with its part
+    # auto col bert.encoder.layer.{i}.attention.self.value: each rank goes on with its part
+    # auto row bert.encoder.layer.{i}.attention.output.dense: its input comes split
+    # auto col bert.encoder.layer.{i}.intermediate.dense: each rank goes on with its part
+    # auto row bert.encoder.layer.{i}.output.dense: its input comes split
+    # auto whole cls.predictions.transform.dense: its parts would be gathered as cls.predictions.transform.gelu for cls.predictions.transform.LayerNorm.layer_norm
+    ");
+    let document = place.document(&format!("{line} --tp_layer_lists auto --format json"));
+    assert_eq!(document["choices"][3]["reason"], "its input comes split");
+    // Lists of the family need no reasons.
+    assert!(!place.succeed(line).contains("# auto "));
+    let listed = place.document(&format!("{line} --format json"));
+    assert_eq!(listed["choices"], json!([]));
+}
+
+#[test]
 fn the_bench_prints_one_line_of_json() {
     let place = Workplace::new();
     let gpt = "bench gpt --layers 2 --hidden 16 --heads 2 --seq 8 --vocab 31 --batch 4 --microbatches 2 \
