@@ -1,9 +1,14 @@
-//! L2: dp, tp and ZeRO change numbers by the order of summation only.
+//! L2: dp, tp and ZeRO change numbers by the order of summation only. Runs go on from any mixture
+//! of choices in any other.
 
 use merak_trainer::{LayerLists, set_tp_layer_lists};
-use proptest::{prelude::*, test_runner::RngSeed};
+use proptest::{prelude::*, sample::select, test_runner::RngSeed};
+use tempfile::tempdir;
 
-use super::sp::{self, Long};
+use super::{
+    resume::{resumed, train_and_save},
+    sp::{self, Long},
+};
 use crate::support::{
     Case, alone, assert_close_losses, assert_close_tensors, assert_same_bits, numbers,
 };
@@ -245,45 +250,120 @@ fn the_seed_decides_weights_masks_and_order() {
     assert_ne!(numbers(&shuffled.reports), numbers(&first.reports));
 }
 
-proptest! {
-    // The grids above take one choice at a time; this draws them together, always the same 32.
-    #![proptest_config(ProptestConfig {
-        cases: 32,
-        rng_seed: RngSeed::Fixed(20_260_101),
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
-    #[test]
-    fn any_mixture_of_choices_trains_like_one_rank(
-        degrees in (prop::sample::select(vec![1, 2, 4]), prop::sample::select(vec![1, 2]), prop::sample::select(vec![1, 2, 4])),
-        (sp, sp_method) in (prop::sample::select(vec![1, 1, 2]), prop::sample::select(vec!["ulysses", "ring"])),
-        (level, slices, vocab) in (0..4, any::<bool>(), any::<bool>()),
-        (llama, tied, dropout) in (any::<bool>(), any::<bool>(), any::<bool>()),
-        (zero, recompute, workers) in (0..4, 0..3, 0..3),
-        schedule in prop::sample::select(vec!["gpipe", "1f1b", "ds_default"]),
-        method in prop::sample::select(vec!["uniform", "uniform_floor", "parameters"]),
-        threads in 1..4_usize,
-    ) {
-        let model = if llama { Case::llama() } else { Case::gpt2() };
-        let case = model.with_tied(tied).with_dropout(if dropout { 0.1 } else { 0.0 });
-        let alone = case.run(3);
-        let mixture = case
-            .on(degrees)
-            .sharing(sp)
-            .with("sp_method", sp_method)
+/// A model, and choices that change its numbers by the order of summation only.
+#[derive(Debug)]
+struct Mixture {
+    degrees: (usize, usize, usize),
+    sp: (usize, &'static str),
+    /// What overlaps, and whether slices of the sequence and of the vocabulary are cut.
+    tensor: (i32, bool, bool),
+    /// Whether it is a Llama, its head is tied, and it has dropout.
+    model: (bool, bool, bool),
+    /// The ZeRO stage, the layers of a chunk of recomputation, and the threads that load data.
+    memory: (i32, i32, i32),
+    schedule: &'static str,
+    method: &'static str,
+    threads: usize,
+}
+
+/// The grids above take one choice at a time; this draws them together.
+fn mixtures() -> impl Strategy<Value = Mixture> {
+    let choices = (
+        (
+            select(vec![1, 2, 4]),
+            select(vec![1, 2]),
+            select(vec![1, 2, 4]),
+        ),
+        (select(vec![1, 1, 2]), select(vec!["ulysses", "ring"])),
+        (0..4_i32, any::<bool>(), any::<bool>()),
+        (any::<bool>(), any::<bool>(), any::<bool>()),
+        (0..4_i32, 0..3_i32, 0..3_i32),
+        select(vec!["gpipe", "1f1b", "ds_default"]),
+        select(vec!["uniform", "uniform_floor", "parameters"]),
+        1..4_usize,
+    );
+    choices.prop_map(
+        |(degrees, sp, tensor, model, memory, schedule, method, threads)| Mixture {
+            degrees,
+            sp,
+            tensor,
+            model,
+            memory,
+            schedule,
+            method,
+            threads,
+        },
+    )
+}
+
+impl Mixture {
+    /// Its model on one rank.
+    fn model(&self) -> Case {
+        let (is_llama, tied, drops) = self.model;
+        let model = if is_llama {
+            Case::llama()
+        } else {
+            Case::gpt2()
+        };
+        model
+            .with_tied(tied)
+            .with_dropout(if drops { 0.1 } else { 0.0 })
+    }
+
+    /// Its choices for a model.
+    fn of(&self, model: &Case) -> Case {
+        let ((level, slices, vocab), (zero, recompute, workers)) = (self.tensor, self.memory);
+        model
+            .clone()
+            .on(self.degrees)
+            .sharing(self.sp.0)
+            .with("sp_method", self.sp.1)
             .with("tp_overlapping_level", level)
             .with("sequence_parallel", slices)
             .with("parallel_vocab", vocab)
             .with("zero_stage", zero)
             .with("checkpoint_num_layers", recompute)
             .with("dataloader_num_workers", workers)
-            .with("train_schedule", schedule)
-            .with("partition_method", method)
-            .with_threads(threads);
-        let run = mixture.run(3);
+            .with("train_schedule", self.schedule)
+            .with("partition_method", self.method)
+            .with_threads(self.threads)
+    }
+}
+
+/// The same draws in every run, `few` of them unless the environment asks for a number.
+fn draws(few: u32) -> ProptestConfig {
+    let asked = std::env::var_os("PROPTEST_CASES");
+    let asked = asked.and_then(|number| number.to_str()?.parse().ok());
+    ProptestConfig {
+        cases: asked.unwrap_or(few),
+        rng_seed: RngSeed::Fixed(20_260_101),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}
+
+proptest! {
+    #![proptest_config(draws(32))]
+    #[test]
+    fn any_mixture_of_choices_trains_like_one_rank(mixture in mixtures()) {
+        let model = mixture.model();
+        let (run, alone) = (mixture.of(&model).run(3), model.run(3));
         assert_close_losses(&run.reports, &alone.reports, 1e-5, "mixture");
-        if (degrees.0, degrees.1, sp) == (1, 1, 1) {
+        if (mixture.degrees.0, mixture.degrees.1, mixture.sp.0) == (1, 1, 1) {
             assert_same_bits(&run, &alone, "mixture");
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(draws(8))]
+    #[test]
+    fn a_run_goes_on_from_any_mixture_in_any_other(from in mixtures(), to in mixtures()) {
+        let model = from.model();
+        let folder = tempdir().expect("a temporary folder");
+        train_and_save(&from.of(&model), 2, folder.path());
+        let rest = resumed(&to.of(&model), folder.path()).run(2);
+        let unbroken = model.run(4);
+        assert_close_losses(&rest.reports, &unbroken.reports[2..], 1e-5, "resumed");
     }
 }
