@@ -83,6 +83,43 @@ fn tokens_are_the_same_on_every_topology_and_alone_or_together() {
 }
 
 #[test]
+fn an_encoder_decoder_draws_by_its_seed_alone_on_every_topology_with_and_without_a_cache() {
+    let (prompts, greedy) = greedy();
+    let case = encoders::translation();
+    let drawn = |seed| GenerateOptions {
+        temperature: 0.9,
+        top_k: 20,
+        top_p: 0.9,
+        decoder_start_token_id: Some(0),
+        seed,
+        ..greedy.clone()
+    };
+    let by_seed = [1, 2].map(|seed| generate(&case, &prompts, &drawn(seed)));
+    assert_ne!(by_seed[0], by_seed[1]);
+    for (seed, alone) in [1, 2].into_iter().zip(&by_seed) {
+        assert!(alone.iter().all(|completion| completion.ids.len() == 6));
+        let options = drawn(seed);
+        for (degrees, use_cache) in [
+            ((1, 1, 1), false),
+            ((1, 2, 1), true),
+            ((1, 1, 2), true),
+            ((1, 1, 4), false),
+            ((2, 2, 2), true),
+        ] {
+            let case = case.clone().on(degrees).with("use_cache", use_cache);
+            let found = generate(&case, &prompts, &options);
+            assert_eq!(found, *alone, "{degrees:?}, cache {use_cache}, seed {seed}");
+        }
+        let second = GenerateOptions {
+            first_prompt: 1,
+            ..options
+        };
+        let single = generate(&case, &prompts[1..2], &second);
+        assert_eq!(single[0], alone[1], "seed {seed}");
+    }
+}
+
+#[test]
 fn replicas_share_out_the_prompts_and_all_get_everything() {
     let prompts: Vec<_> = (0..5).map(|first| vec![first, 7, 11]).collect();
     let options = GenerateOptions {
