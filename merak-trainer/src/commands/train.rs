@@ -217,6 +217,13 @@ fn tell_steps(output: &TrainOutput, text: &mut String) {
             output.skipped_steps
         );
     }
+    if output.rollbacks > 0 {
+        let _ = writeln!(
+            text,
+            "returned  {} times to the last checkpoint, and on behind the data that diverged",
+            output.rollbacks
+        );
+    }
 }
 
 /// What a rank returns.

@@ -9,6 +9,7 @@ use serde_json::Value;
 use super::{
     Workplace,
     families::{Tensors, bert, gpt2, i64s, images, losses, place, t5, vit, write_tensors},
+    model,
 };
 
 fn refused(model: &Value, tensors: &Tensors<'_>) -> String {
@@ -129,6 +130,74 @@ fn gradients_that_are_never_finite_end_a_run() {
         &config.replace("max_steps", "max_skipped_steps = 0\nmax_steps"),
     );
     assert_snapshot!(place.mistake("train none.toml"), @r#"error: "max_skipped_steps" is 0 (none.toml:2), but must be at least 1"#);
+}
+
+/// The lines of a log about returns to a checkpoint, without the losses in them.
+fn returns(log: &str) -> String {
+    let lines = log.lines().filter(|line| line.contains(": back to step "));
+    let lines = lines.map(|line| line.split_once(" of ").map_or(line, |(line, _)| line));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn a_guarded_run_goes_back_from_data_that_are_not_finite_and_says_so() {
+    let place = place(&vit(), "tensors", "a.safetensors");
+    write_tensors(&place.path("a.safetensors"), &with_nan(|row| row == 5));
+    let ended = place.merak(
+        "train merak.toml --max_steps 9 --save_steps 1 --max_skipped_steps 1 --divergence_guard true",
+    );
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    assert_snapshot!(returns(&ended.stderr), @r"
+    step 3: back to step 2, as too many steps were skipped
+    step 4: back to step 3, as too many steps were skipped
+    step 6: back to step 5, as too many steps were skipped
+    step 7: back to step 6, as too many steps were skipped
+    ");
+    for (step, to_step) in [(3, 2), (4, 3), (6, 5), (7, 6)] {
+        let told = format!(
+            "training goes back to its last checkpoint, and on behind these data step={step} loss=NaN to_step={to_step}"
+        );
+        assert!(ended.stderr.contains(&told), "{told}: {}", ended.stderr);
+    }
+    let told = "returned  4 times to the last checkpoint, and on behind the data that diverged\n";
+    assert!(ended.stdout.contains(told), "{}", ended.stdout);
+    // Each step was made once with data that are finite.
+    assert_eq!(losses(&place).len(), 9);
+    assert!(!ended.stdout.contains("NaN"), "{}", ended.stdout);
+}
+
+#[test]
+fn a_guarded_run_goes_back_from_a_spike_and_takes_its_data_no_more() {
+    let place = Workplace::new();
+    let noise = (0..64).map(|i| char::from(33 + u8::try_from((7 * i * i + 31 * i) % 90).unwrap()));
+    let same = "ab".repeat(320);
+    let text = [same.as_str(), &noise.collect::<String>(), &same].concat();
+    place.write("text/a.txt", &text);
+    let mut plain = model();
+    for dropout in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
+        plain[dropout] = 0.into();
+    }
+    place.write("model.json", &plain.to_string());
+    let ended = place.merak(
+        "train merak.toml --gradient_accumulation_steps 1 --max_steps 24 --save_steps 5 --learning_rate 0.02 \
+         --lr_scheduler_type constant --divergence_guard true --divergence_window 4",
+    );
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    assert_snapshot!(returns(&ended.stderr), @r"
+    step 17: back to step 15, as the loss is far above the median
+    step 16: back to step 15, as the loss is far above the median
+    step 21: back to step 20, as the loss is far above the median
+    ");
+    let told = "returned  3 times to the last checkpoint, and on behind the data that diverged\n";
+    assert!(ended.stdout.contains(told), "{}", ended.stdout);
+    // The text that spoils a step is met once for each return.
+    let losses = losses(&place);
+    let learned = losses
+        .iter()
+        .position(|loss| *loss < 1.0)
+        .expect("it learns");
+    let spikes = losses[learned..].iter().filter(|loss| **loss > 4.0);
+    assert_eq!(spikes.count(), 3, "{losses:?}");
 }
 
 #[test]
