@@ -3,6 +3,7 @@
 use std::{
     fs,
     io::{BufRead, BufReader},
+    path::Path,
     process::{Command, Stdio},
     thread,
 };
@@ -75,6 +76,41 @@ fn a_run_leaves_its_files_and_the_same_bytes_each_time() {
     assert!(
         artefacts(&place) == first,
         "the same bytes from the resolved configuration"
+    );
+}
+
+#[test]
+fn the_shakespeare_recipe_is_planned_with_any_text_and_asks_for_its_own() {
+    let place = Workplace::new();
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/configs/shakespeare.toml");
+    let dry = |keys: &str| {
+        let mut command = place.command("train");
+        command.arg(&recipe).arg("--dry-run");
+        command.args(format!("--output_dir run {keys}").split_whitespace());
+        place.ended(&command.output().expect("the command starts"))
+    };
+    for (ranks, planned) in [
+        ("", "ranks     1 = dp 1 x tp 1 x pp 1"),
+        ("--tp 2 --pp 2", "ranks     4 = dp 1 x tp 2 x pp 2"),
+    ] {
+        let ended = dry(&format!("--data.path text {ranks}"));
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        for told in [
+            "gpt2: 834432 parameters, 4 layers",
+            "batch     12 samples of 64 tokens",
+            planned,
+        ] {
+            assert!(ended.stdout.contains(told), "{told}: {}", ended.stdout);
+        }
+    }
+    let ended = dry("");
+    assert_eq!(ended.status, Some(2), "{}", ended.stderr);
+    assert!(
+        ended
+            .stderr
+            .contains("shakespeare.txt, which \"data.path\" names"),
+        "{}",
+        ended.stderr
     );
 }
 
