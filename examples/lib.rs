@@ -124,3 +124,7 @@ pub fn compare_with_one_rank(
         "pp {pp} x dp {dp}: loss {first:.4} -> {last:.4}, as on one rank"
     ))
 }
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,4 +1,4 @@
-//! Links of the repository's documents lead somewhere.
+//! Links of the repository's documents lead somewhere, and what they name is there.
 
 use std::{
     collections::BTreeSet,
@@ -87,6 +87,24 @@ fn every_link_of_a_document_leads_somewhere() {
         }
     }
     assert!(broken.is_empty(), "{}", broken.join("\n"));
+}
+
+#[test]
+fn every_example_that_a_document_runs_is_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let manifest = fs::read_to_string(root.join("examples/Cargo.toml")).expect("a manifest");
+    let (mut runs, mut lost) = (0, Vec::new());
+    for document in documents() {
+        let content = fs::read_to_string(&document).expect("documents are text");
+        let commands = content.split("-p merak-examples --example ").skip(1);
+        for name in commands.filter_map(|rest| rest.split_whitespace().next()) {
+            runs += 1;
+            if !manifest.contains(&format!("name = \"{name}\"")) {
+                lost.push(format!("{}: {name}", document.display()));
+            }
+        }
+    }
+    assert!(runs > 0 && lost.is_empty(), "{runs} commands, {lost:?}");
 }
 
 /// All sources of the crates as one text, in which a line that ends with a backslash goes on.

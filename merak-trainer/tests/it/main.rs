@@ -4,7 +4,7 @@ mod cli; // the merak command: statuses, messages, documents
 mod config; // layers, keys, messages, checks
 mod costs; // measured times, predictions, limits of memory
 mod data; // text sources, corpora, loaders
-mod docs; // links of the documents
+mod docs; // links of the documents, and what else they name
 mod faults; // failing ranks, damaged files
 mod files; // graphs and files have the same parameters
 mod laws; // what no topology, schedule or interruption may change

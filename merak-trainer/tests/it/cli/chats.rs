@@ -1,7 +1,8 @@
 //! Chats and instructions: answers alone are learned, with the tokenizer's own template.
 
-use std::fs;
+use std::{fs, path::Path};
 
+use merak_ckpt::{Checkpoint, ExportOptions, export_hf};
 use serde_json::{Value, json};
 
 use super::{
@@ -187,6 +188,59 @@ fn a_question_becomes_a_prompt_by_the_template_and_the_answer_alone_is_printed()
     assert!(refused.contains("the role system is unknown"), "{refused}");
     place.mistake(&format!("{ask} --chat --prompt-ids 1"));
     place.mistake(&format!("{ask} --system x --prompt 3?"));
+}
+
+#[test]
+fn the_chats_of_the_readme_are_learned_and_asked_by_its_own_files_and_commands() {
+    let place = place(&lines(talk));
+    place.succeed("train merak.toml --max_steps 1");
+    let trained = Checkpoint::open(place.path("run")).expect("it opens");
+    export_hf(&trained, place.path("base"), &ExportOptions::default()).expect("it exports");
+
+    let readme = Path::new(env!("CARGO_MANIFEST_DIR")).join("../README.md");
+    let readme = fs::read_to_string(readme).expect("it is there");
+    let parts = readme.split_once("## Your chats, with LoRA");
+    let parts = parts.and_then(|(_, section)| section.split_once("```toml\n# chats.toml\n"));
+    let (words, rest) = parts.expect("a section with a configuration");
+    let (config, rest) = rest.split_once("```").expect("its end");
+    let objects: Vec<_> = words
+        .split('`')
+        .filter(|code| code.starts_with('{'))
+        .collect();
+    let [chat, lora] = objects[..] else {
+        panic!("a chat and an adapter in {words}");
+    };
+    place.write("chats.jsonl", &format!("{chat}\n").repeat(16));
+    place.write("lora.json", lora);
+    place.write("chats.toml", config);
+
+    let commands = rest
+        .split("```")
+        .nth(1)
+        .and_then(|block| block.strip_prefix("sh\n"));
+    let mut said = Vec::new();
+    for line in commands.expect("commands").lines() {
+        let line = line.strip_prefix("cargo run --release -- ").expect("merak");
+        // What stands between quotes is one word.
+        let mut command = place.command("");
+        for (number, part) in line.split('"').enumerate() {
+            if number % 2 == 1 {
+                command.arg(part);
+            } else {
+                command.args(part.split_whitespace());
+            }
+        }
+        let ended = place.ended(&command.output().expect("the command starts"));
+        assert_eq!(ended.status, Some(0), "{line}: {}", ended.stderr);
+        said.push(ended.stdout);
+    }
+    assert_eq!(said.len(), 2);
+    assert!(said[0].contains("\ntrained   6 steps"), "{}", said[0]);
+    assert!(
+        place
+            .path("runs/lora/adapter/adapter_config.json")
+            .is_file()
+    );
 }
 
 #[test]
