@@ -15,7 +15,7 @@ use super::{
     packed::{DOCUMENT_IDS, sequences},
     records::Record,
     tokenizer::Tokenizer,
-    translation::filled,
+    translation::{filled, mask},
 };
 use crate::error::Result;
 pub(super) use files::{PROMPT_FILES, prompt_files, templates_in_use};
@@ -52,10 +52,12 @@ pub struct AnsweredTokens {
 /// let data = ChatDataset::new(vec![chat.clone()], 4, 0);
 /// assert_eq!(data.get(0)?["input_ids"].ints(), [7, 8, 0, 0]);
 /// assert_eq!(data.get(0)?["labels"].ints(), [8, 9, -100, -100]);
+/// assert_eq!(data.mask(0)?, Some(vec![1, 1, 0, 0]));
 ///
 /// let data = ChatDataset::packed(vec![chat.clone(), chat], 5, 0);
 /// assert_eq!(data.get(0)?["input_ids"].ints(), [7, 8, 7, 8, 0]);
 /// assert_eq!(data.get(0)?["document_ids"].ints(), [1, 1, 2, 2, 0]);
+/// assert_eq!(data.mask(0)?, Some(vec![1, 1, 1, 1, 0]));
 /// # Ok::<(), merak_trainer::Error>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -131,6 +133,12 @@ impl Dataset for ChatDataset {
             sample.insert(DOCUMENT_IDS.to_owned(), documents);
         }
         Ok(sample)
+    }
+
+    fn mask(&self, index: usize) -> Result<Option<Vec<i64>>> {
+        let chats = self.chats_of(index);
+        let shown = chats.map(|chat| chat.inputs().min(self.seq_length));
+        Ok(Some(mask(shown.sum(), self.seq_length)))
     }
 }
 

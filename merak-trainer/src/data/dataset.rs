@@ -197,6 +197,17 @@ pub trait Dataset: Send + Sync + fmt::Debug {
         None
     }
 
+    /// Ones for the positions of a sample that are no padding and zeros for the others, for data
+    /// sets whose samples have padding that the model is not told of; `None` for others.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Dataset::get`].
+    fn mask(&self, index: usize) -> Result<Option<Vec<i64>>> {
+        let _ = index;
+        Ok(None)
+    }
+
     /// Whether [`Dataset::get_tensors`] reads less than whole samples.
     fn reads_tensors(&self) -> bool {
         false
@@ -276,6 +287,10 @@ impl Dataset for Subset {
 
     fn name(&self, index: usize) -> Option<String> {
         self.data.name(self.first + index)
+    }
+
+    fn mask(&self, index: usize) -> Result<Option<Vec<i64>>> {
+        self.data.mask(self.first + index)
     }
 
     fn reads_tensors(&self) -> bool {

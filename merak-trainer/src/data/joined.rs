@@ -61,6 +61,11 @@ impl Dataset for Joined {
         part.name(index)
     }
 
+    fn mask(&self, index: usize) -> Result<Option<Vec<i64>>> {
+        let (part, index) = self.find(index);
+        part.mask(index)
+    }
+
     fn reads_tensors(&self) -> bool {
         self.0.iter().all(|part| part.reads_tensors())
     }

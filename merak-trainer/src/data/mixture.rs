@@ -119,6 +119,11 @@ impl Dataset for MixtureDataset {
         data.get_in_epoch(sample, pass)
     }
 
+    fn mask(&self, index: usize) -> Result<Option<Vec<i64>>> {
+        let (data, sample, _) = self.find(index, 0);
+        data.mask(sample)
+    }
+
     fn reads_tensors(&self) -> bool {
         self.parts.iter().all(|part| part.data.reads_tensors())
     }

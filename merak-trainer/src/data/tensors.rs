@@ -217,6 +217,12 @@ impl Dataset for TensorDataset {
         self.read(index, |_| true)
     }
 
+    fn mask(&self, index: usize) -> Result<Option<Vec<i64>>> {
+        let is_there = self.files.shape(ATTENTION_MASK).is_some();
+        let mask = is_there.then(|| self.files.read(ATTENTION_MASK, index, false));
+        Ok(mask.transpose()?.map(|mask| mask.ints().to_vec()))
+    }
+
     fn reads_tensors(&self) -> bool {
         true
     }

@@ -9,13 +9,16 @@ use super::{
 };
 use crate::{
     config::{CheckedArguments, MetricName},
-    data::{ATTENTION_MASK, Batch, BatchShape, Dataset, EvaluationOrder, LABELS, SampleTensor},
+    data::{
+        ATTENTION_MASK, Batch, BatchShape, Dataset, EvaluationOrder, IGNORED_LABEL, LABELS,
+        SampleTensor,
+    },
     error::{ConfigError, Result, StepPart},
     plan::{Forward, ForwardOutput, Plan},
     stage::{StepInputs, StepModule, StepResult, count},
 };
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp};
-use merak_trace::Interpreter;
+use merak_trace::{Interpreter, models::Objective};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -204,7 +207,7 @@ impl MerakTrainer {
         engine.run_observed(&mut module, &mut self.link, &mut told)?;
         let mut result = module.finish();
         if let Some(batches) = read {
-            self.keep_outputs(&mut result, &batches, sums)?;
+            self.keep_outputs(&mut result, (data, &batches), sums)?;
         }
         for (microbatch, loss) in self.losses(&result)?.into_iter().enumerate() {
             sums.loss += loss;
@@ -223,7 +226,7 @@ impl MerakTrainer {
     fn keep_outputs(
         &self,
         result: &mut StepResult,
-        batches: &[Batch],
+        (data, batches): (&dyn Dataset, &[Batch]),
         sums: &mut Sums,
     ) -> Result<()> {
         // Ranks that share samples have the same outputs: one of them sends.
@@ -238,11 +241,43 @@ impl MerakTrainer {
                 classes.add(&predicted, labels);
             }
             if let Some((kind, rows)) = sums.rows.as_mut().filter(|_| sends) {
-                let mask = batch.tensors.get(ATTENTION_MASK).map(SampleTensor::ints);
-                rows.add(*kind, &batch.microbatch.indices, &predicted, (labels, mask));
+                let seen = if *kind == PredictionKind::Embeddings {
+                    self.seen(data, batch)?
+                } else {
+                    Vec::new()
+                };
+                let samples = &batch.microbatch.indices;
+                rows.add(*kind, samples, &predicted, (labels, &seen));
             }
         }
         Ok(())
+    }
+
+    /// Of each sample of a batch, which positions of its hidden states are no padding: those that
+    /// are not 0, or all where there is no list.
+    fn seen(&self, data: &dyn Dataset, batch: &Batch) -> Result<Vec<Option<Vec<i64>>>> {
+        let is_decoded = self.stages.plan.draft.model.objective() == Objective::SequenceToSequence;
+        let of_row = |name: &str, row: usize| {
+            let values = batch.tensors.get(name)?.ints();
+            let width = values.len() / batch.microbatch.rows;
+            Some(values[row * width..][..width].to_vec())
+        };
+        let samples = batch.microbatch.indices.iter().enumerate();
+        let seen = samples.map(|(row, &index)| {
+            if is_decoded {
+                // The mask is of what the encoder reads; the decoder's padding has no labels.
+                let labels = of_row(LABELS, row).unwrap_or_default();
+                let has_label = labels
+                    .iter()
+                    .map(|&label| i64::from(label != IGNORED_LABEL));
+                return Ok(Some(has_label.collect()));
+            }
+            match of_row(ATTENTION_MASK, row) {
+                Some(mask) => Ok(Some(mask)),
+                None => data.mask(index),
+            }
+        });
+        seen.collect()
     }
 
     /// The metrics over all ranks, on every rank: the mean loss over the labels, and what follows

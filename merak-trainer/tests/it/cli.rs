@@ -3,6 +3,7 @@
 mod chats; // chats and instructions
 mod checkpoints; // damaged files
 mod effects; // every key does something
+mod embeddings; // what a model's head reads
 mod families; // every family on data of its kind
 mod files; // pipes, devices, files without end
 #[cfg(target_os = "linux")]

@@ -19,14 +19,14 @@ struct Row {
 }
 
 impl Rows {
-    /// Adds the samples of a microbatch. `labels` are those of all its rows; `seen` tells which
-    /// positions are no padding, where the data tell.
+    /// Adds the samples of a microbatch. `labels` are those of all its rows; `seen` tells of each
+    /// sample which positions are no padding, where the data tell.
     pub(in crate::trainer) fn add(
         &mut self,
         kind: PredictionKind,
         samples: &[usize],
         predicted: &Predicted,
-        (labels, seen): (&[i64], Option<&[i64]>),
+        (labels, seen): (&[i64], &[Option<Vec<i64>>]),
     ) {
         let rows = predicted.shape[0];
         let (size, width) = (predicted.of_sample(), predicted.width());
@@ -35,7 +35,7 @@ impl Rows {
         for (row, &sample) in samples.iter().enumerate() {
             let values = &predicted.values[row * size..][..size];
             let labels = &labels[row * of_labels..][..of_labels];
-            let seen = seen.and_then(|seen| seen.chunks(seen.len() / rows).nth(row));
+            let seen = seen.get(row).and_then(Option::as_deref);
             self.0.push(Row {
                 sample,
                 predictions: reduced(kind, values, width, (labels, seen)),

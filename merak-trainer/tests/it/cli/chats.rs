@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::{
     Workplace,
-    families::{bert, gpt2, losses},
+    families::{bert, gpt2, losses, objects},
 };
 
 const TEMPLATE: &str = "{% for message in messages %}\n{% if message.role not in ['user', 'assistant'] %}\n\
@@ -241,6 +241,26 @@ fn the_chats_of_the_readme_are_learned_and_asked_by_its_own_files_and_commands()
             .path("runs/lora/adapter/adapter_config.json")
             .is_file()
     );
+}
+
+#[test]
+fn the_padding_behind_a_chat_is_no_part_of_its_embedding() {
+    let place = place(&lines(talk));
+    place.succeed("train merak.toml --max_steps 1");
+    let embeddings = |keys: &str| {
+        place.succeed(&format!(
+            "predict merak.toml run --what embeddings -o found.jsonl {keys}"
+        ));
+        let found = objects(&place, "found.jsonl");
+        let values = found.iter().flat_map(|row| row["embedding"].as_array());
+        let values = values.flatten().filter_map(Value::as_f64);
+        values.collect::<Vec<_>>()
+    };
+    let (short, long) = (embeddings("--seq_length 28"), embeddings("--seq_length 32"));
+    assert_eq!((short.len(), long.len()), (16 * 16, 16 * 16));
+    for (short, long) in short.iter().zip(&long) {
+        assert!((short - long).abs() < 1e-4, "{short} and {long}");
+    }
 }
 
 #[test]

@@ -212,7 +212,7 @@ fn bert_tells_texts_apart() {
 }
 
 /// The objects of a file of JSON lines.
-fn objects(place: &Workplace, name: &str) -> Vec<Value> {
+pub(super) fn objects(place: &Workplace, name: &str) -> Vec<Value> {
     let text = fs::read_to_string(place.path(name)).expect("it was written");
     let object = |line| serde_json::from_str(line).expect("one object a line");
     text.lines().map(object).collect()

@@ -116,14 +116,15 @@ fn text_is_generated_from_a_folder_as_from_its_checkpoint() {
     place.succeed("train hf.toml --max_steps 1");
 }
 
-/// A T5 1.1 as transformers 5 saves it: a configuration that ties the head, and a head of its own;
-/// with the loss of the first batch, which lies in `data.safetensors` twice.
-fn t5_with_a_head_of_its_own(place: &Workplace) -> f64 {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../merak-trace/tests/goldens/families/t5-gated.json");
-    let golden = fs::read(golden).expect("the golden is there");
-    let golden: Value = serde_json::from_slice(&golden).expect("the script wrote it");
-    assert_eq!(golden["config"]["tie_word_embeddings"], true);
+/// A golden, by its path from the root of the repository.
+pub(super) fn golden(path: &str) -> Value {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let golden = fs::read(root.join(path)).expect("the golden is there");
+    serde_json::from_slice(&golden).expect("the script wrote it")
+}
+
+/// Writes the model of a golden as a Hugging Face folder, `hf`, with the weights of the formula.
+pub(super) fn write_model(place: &Workplace, golden: &Value) {
     place.write("hf/config.json", &golden["config"].to_string());
     let shapes = golden["parameters"].as_object().expect("an object");
     let size = |size: &Value| size.as_u64().and_then(|size| usize::try_from(size).ok());
@@ -138,6 +139,14 @@ fn t5_with_a_head_of_its_own(place: &Workplace) -> f64 {
         &place.path("hf/model.safetensors"),
         &tensors.collect::<Vec<_>>(),
     );
+}
+
+/// A T5 1.1 as transformers 5 saves it: a configuration that ties the head, and a head of its own;
+/// with the loss of the first batch, which lies in `data.safetensors` twice.
+fn t5_with_a_head_of_its_own(place: &Workplace) -> f64 {
+    let golden = golden("merak-trace/tests/goldens/families/t5-gated.json");
+    assert_eq!(golden["config"]["tie_word_embeddings"], true);
+    write_model(place, &golden);
 
     // The samples of `make.py`, the second of which has padding behind its tokens.
     let token = |index: usize, t: usize| i64::try_from((7 * index + (t + index) * t) % 31);
