@@ -12,7 +12,17 @@ use merak_trainer::{
     keys, run_on,
 };
 use serde_json::{Value, json};
-use std::{env::consts, fmt::Write as _, process::ExitCode, sync::Arc, thread};
+use std::{
+    env::{self, consts},
+    fmt::Write as _,
+    io::{self, BufRead, BufReader},
+    process::{Child, Command, ExitCode, Stdio},
+    sync::Arc,
+    thread,
+};
+
+/// What a trial says that found nothing wrong.
+const PASSED: &str = "passed";
 
 /// Prints what this machine and this build can do, after a trial of two ranks.
 #[derive(Debug, ClapArgs)]
@@ -20,23 +30,63 @@ pub(crate) struct Args {
     /// Prints one JSON document.
     #[arg(long)]
     json: bool,
+    /// Makes the trial alone, and prints as a JSON string what came of it.
+    #[arg(long, hide = true)]
+    trial: bool,
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let document = examine();
+    if args.trial {
+        let tried = world::of_environment([]).and_then(|config| trial(&config));
+        let told = tried.map_or_else(|error| chain(&error), |()| PASSED.to_owned());
+        output::print(json!(told).to_string())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let (told, process) = match trial_apart() {
+        Ok((told, process)) => (told, Some(process)),
+        Err(error) => (format!("it cannot be started: {error}"), None),
+    };
+    let document = examine(&told);
     output::print(&if args.json {
         format!("{document:#}")
     } else {
         output::fitted(&table(&document))
     })?;
-    Ok(if document["trial"] == "passed" {
+    if let Some(mut process) = process {
+        // One that failed may stay for a moment, until other ranks have heard of it.
+        process.wait()?;
+    }
+    Ok(if told == PASSED {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
 }
 
-fn examine() -> Value {
+/// Makes the trial in a process of its own, and says what came of it. A library beneath an engine
+/// may end a process instead of returning an error, as Open MPI does where it cannot start.
+fn trial_apart() -> io::Result<(String, Child)> {
+    let mut process = Command::new(env::current_exe()?)
+        .args(env::args_os().skip(1))
+        .arg("--trial")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let stdout = process.stdout.take().expect("it is piped");
+    // A library may print lines of its own.
+    let mut lines = BufReader::new(stdout).lines().map_while(io::Result::ok);
+    let told = lines.find_map(|line| serde_json::from_str::<String>(&line).ok());
+    let told = match told {
+        Some(told) => told,
+        None => format!(
+            "a library has ended its process ({}): its own words stand on standard error",
+            process.wait()?
+        ),
+    };
+    Ok((told, process))
+}
+
+fn examine(trial: &str) -> Value {
     let build = if cfg!(debug_assertions) {
         "debug: training is much slower than with --release"
     } else {
@@ -65,8 +115,6 @@ fn examine() -> Value {
     for (name, value) in world::describe(&config) {
         add(name, value);
     }
-    let trial = config.and_then(|config| trial(&config));
-    let trial = trial.map_or_else(|error| chain(&error), |()| "passed".to_owned());
     add("trial", trial.into());
     document
 }
