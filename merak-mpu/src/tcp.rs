@@ -120,6 +120,7 @@ fn weave(
                 reason: format!("no memory could be shared with it: {error}"),
             }
         })?;
+        state.check()?;
     }
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let place = meeting.locality(rank);

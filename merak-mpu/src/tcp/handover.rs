@@ -5,7 +5,11 @@
 
 use super::{shared::Shared, stream::Stream};
 pub(super) use crate::mill::Unreachable;
-use crate::{Rank, control::State, mill::Wire};
+use crate::{
+    Rank,
+    control::{State, poll},
+    mill::Wire,
+};
 use rustix::{
     fd::OwnedFd,
     net::{
@@ -15,7 +19,7 @@ use rustix::{
 };
 use std::{
     io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write},
-    mem::MaybeUninit,
+    mem::{self, MaybeUninit},
     os::{
         fd::AsFd,
         linux::net::SocketAddrExt,
@@ -25,8 +29,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest wait for a process of the same host, which has connected by socket already.
+/// Longest wait for a process of the same host, which has connected by socket already, in a world
+/// whose waits are no shorter.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long a process waits for another before it looks how the world fares.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// What a rank says that cannot reach the socket of another one.
 const NO_MEMORY: u8 = 0;
@@ -45,7 +53,8 @@ impl Desk {
         Ok(Self(listener))
     }
 
-    /// Shares memory with every other process of this host that is within reach.
+    /// Shares memory with every other process of this host that is within reach, or gives up
+    /// where the world fails meanwhile.
     ///
     /// # Errors
     /// [`Unreachable`] with the rank that broke off or does not come, or with this one where the
@@ -72,7 +81,7 @@ impl Desk {
                 Ok(stream) => {
                     let here = |error| Unreachable { rank: own, error };
                     let (shared, file) = Shared::create().map_err(here)?;
-                    hand_over(stream, own, &file).map_err(away)?;
+                    hand_over(state, stream, &file).map_err(away)?;
                     other.share(shared);
                 }
                 // A rank listens before it takes connections, so this one never will.
@@ -94,64 +103,84 @@ impl Desk {
         mut missing: Vec<usize>,
         streams: &mut [Option<Stream>],
     ) -> Result<(), Unreachable> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + patience(state);
         let of = |rank| move |error| Unreachable { rank, error };
+        let mut guests = Vec::new();
         while state.verdict().is_none()
             && let Some(first) = missing.first().copied()
         {
-            let mut stream = match self.0.accept() {
-                Ok((stream, _)) => stream,
+            if Instant::now() >= deadline {
+                return Err(of(Rank(first))(late(state)));
+            }
+            match self.0.accept() {
+                Ok((guest, _)) => guests.push(guest),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    if Instant::now() >= deadline {
-                        return Err(of(Rank(first))(late()));
-                    }
-                    let mut first_end = Ok(());
-                    missing.retain(|rank| match streams[*rank].as_mut().map(has_no_memory) {
-                        Some(Ok(has_none)) => !has_none,
-                        Some(Err(error)) => {
-                            if first_end.is_ok() {
-                                first_end = Err(of(Rank(*rank))(error));
-                            }
-                            true
-                        }
-                        None => false,
-                    });
-                    first_end?;
                     thread::sleep(Duration::from_millis(1));
-                    continue;
                 }
                 Err(error) => return Err(of(state.rank)(error)),
-            };
-            let patience = stream.set_read_timeout(Some(PATIENCE));
-            patience.map_err(of(state.rank))?;
-            // A stranger does not know the name, and has no such file.
-            let Ok((rank, file)) = receive_file(&stream) else {
-                continue;
-            };
-            if let Some(place) = missing.iter().position(|other| *other == rank.0) {
-                missing.remove(place);
-                if let Some(other) = &mut streams[rank.0] {
-                    other.share(Shared::open(&file).map_err(of(state.rank))?);
-                }
-                stream.write_all(&[1]).map_err(of(rank))?;
             }
+            for mut guest in mem::take(&mut guests) {
+                let (rank, file) = match receive_file(&guest) {
+                    Ok(received) => received,
+                    Err(error) => {
+                        // A stranger does not know the name, and has no such file.
+                        guests.extend((error.kind() == ErrorKind::WouldBlock).then_some(guest));
+                        continue;
+                    }
+                };
+                if let Some(place) = missing.iter().position(|other| *other == rank.0) {
+                    missing.remove(place);
+                    if let Some(other) = &mut streams[rank.0] {
+                        other.share(Shared::open(&file).map_err(of(state.rank))?);
+                    }
+                    guest.write_all(&[1]).map_err(of(rank))?;
+                }
+            }
+            excuse(&mut missing, streams)?;
         }
         Ok(())
     }
 }
 
-/// Gives memory to the process on the other side.
-fn hand_over(mut stream: UnixStream, own: Rank, file: &OwnedFd) -> io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    send_file(&stream, own, file)?;
-    match stream.read_exact(&mut [0]) {
-        Err(error) if error.kind() == ErrorKind::WouldBlock => Err(late()),
-        read => read,
-    }
+/// Takes out those of the missing ranks that say that they share no memory.
+fn excuse(missing: &mut Vec<usize>, streams: &mut [Option<Stream>]) -> Result<(), Unreachable> {
+    let mut first_end = Ok(());
+    missing.retain(|rank| match streams[*rank].as_mut().map(has_no_memory) {
+        Some(Ok(has_none)) => !has_none,
+        Some(Err(error)) => {
+            if first_end.is_ok() {
+                let rank = Rank(*rank);
+                first_end = Err(Unreachable { rank, error });
+            }
+            true
+        }
+        None => false,
+    });
+    first_end
 }
 
-fn late() -> io::Error {
-    let reason = format!("no answer within {PATIENCE:?}");
+/// Gives memory to the process on the other side.
+fn hand_over(state: &State, mut stream: UnixStream, file: &OwnedFd) -> io::Result<()> {
+    send_file(&stream, state.rank, file)?;
+    let deadline = Instant::now() + patience(state);
+    while state.verdict().is_none() {
+        if poll::readable(&[stream.as_fd()], LOOK)?[0] {
+            return stream.read_exact(&mut [0]);
+        }
+        if Instant::now() >= deadline {
+            return Err(late(state));
+        }
+    }
+    Ok(())
+}
+
+/// Longest wait for one process.
+fn patience(state: &State) -> Duration {
+    PATIENCE.min(state.timeout)
+}
+
+fn late(state: &State) -> io::Error {
+    let reason = format!("no answer within {:?}", patience(state));
     io::Error::new(ErrorKind::TimedOut, reason)
 }
 
@@ -178,12 +207,14 @@ fn send_file(stream: &UnixStream, own: Rank, file: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
+/// What a process gives that has connected; [`ErrorKind::WouldBlock`] where it has not yet.
 fn receive_file(stream: &UnixStream) -> io::Result<(Rank, OwnedFd)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut rank = [0; 8];
     let mut parts = [IoSliceMut::new(&mut rank)];
-    let got = recvmsg(stream, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let got = recvmsg(stream, &mut parts, &mut control, flags)?;
     let file = control.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut files) => files.next(),
         _ => None,
@@ -200,14 +231,21 @@ fn receive_file(stream: &UnixStream) -> io::Result<(Rank, OwnedFd)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Failure, control::Verdict};
     use std::net::{Ipv4Addr, TcpListener, TcpStream};
 
-    /// What a rank of two says whose peer connects and then ends.
-    fn left_alone(own: usize, nonce: u64) -> Unreachable {
+    /// The streams of a rank of two, and the other end.
+    fn streams_of(own: usize) -> ([Option<Stream>; 2], TcpStream) {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut streams = [None, None];
         streams[1 - own] = Some(Stream::new(listener.accept().unwrap().0).unwrap());
+        (streams, peer)
+    }
+
+    /// What a rank of two says whose peer connects and then ends.
+    fn left_alone(own: usize, nonce: u64) -> Unreachable {
+        let (mut streams, peer) = streams_of(own);
         let desk = Desk::open(nonce, Rank(own)).unwrap();
         let state = State::new(Rank(own), 2, Duration::from_secs(5), Instant::now());
         drop(peer);
@@ -227,5 +265,35 @@ mod tests {
         assert_eq!(left_alone(1, nonce).rank, Rank(0));
         thread.join().unwrap();
         assert_eq!(left_alone(0, nonce + (1 << 32)).rank, Rank(1));
+    }
+
+    #[test]
+    fn a_world_that_fails_while_memory_is_shared_ends_the_wait_for_a_silent_peer() {
+        let nonce = 0x5113_0000 + u64::from(std::process::id());
+        for own in [0, 1] {
+            let (mut streams, _peer) = streams_of(own);
+            let [desk, _other] = [own, 1 - own].map(|rank| Desk::open(nonce, Rank(rank)).unwrap());
+            let _stranger = UnixStream::connect_addr(&name(nonce, Rank(own)).unwrap()).unwrap();
+            let timeout = Duration::from_secs(60);
+            let state = State::new(Rank(own), 2, timeout, Instant::now());
+            let start = Instant::now();
+            let shared = thread::scope(|scope| {
+                scope.spawn(|| {
+                    thread::sleep(Duration::from_millis(50));
+                    let (culprit, reason) = (Rank(1 - own), "no heartbeat".to_owned());
+                    state.poison(Verdict {
+                        failure: Failure {
+                            culprit,
+                            reporter: culprit,
+                            reason,
+                        },
+                        lost: true,
+                        others: Vec::new(),
+                    });
+                });
+                desk.share(&state, nonce, &[0, 0], &mut streams)
+            });
+            assert!(shared.is_ok() && start.elapsed() < PATIENCE / 4);
+        }
     }
 }

@@ -17,6 +17,9 @@ const MAGIC: &[u8; 8] = b"merakmpd";
 /// Bytes with which a connection begins, in both directions: magic word, nonce and rank.
 const CARD_BYTES: usize = 24;
 
+/// Longest wait for the answer to one call, before a look at how the world fares and another call.
+const TRY: Duration = Duration::from_secs(1);
+
 /// How long a connection may take to say who it is.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -83,7 +86,8 @@ pub(super) fn connect(
     let n = state.size;
     let deadline = Instant::now() + state.timeout;
     let mut streams: Vec<Option<Stream>> = (0..n).map(|_| None).collect();
-    let mut calls = mesh.call(deadline)?;
+    let calls = (0..state.rank.0).map(|rank| Ok((rank, mesh.call(rank, deadline)?)));
+    let mut calls = calls.collect::<Result<Vec<_>>>()?;
     listener
         .set_nonblocking(true)
         .map_err(|error| mesh.lacks(&error))?;
@@ -116,20 +120,24 @@ struct Mesh<'a> {
 }
 
 impl Mesh<'_> {
-    /// Calls every lower rank, and shows this rank's card.
-    fn call(&self, deadline: Instant) -> Result<Vec<(usize, Guest)>> {
-        let own = self.state.rank;
-        let call = |(rank, address): (usize, &SocketAddr)| {
+    /// Calls a lower rank, and shows it this rank's card.
+    fn call(&self, rank: usize, deadline: Instant) -> Result<Guest> {
+        loop {
+            self.state.check()?;
             let left = deadline.saturating_duration_since(Instant::now());
-            let left = left.max(Duration::from_millis(1));
-            let call = TcpStream::connect_timeout(address, left).and_then(|mut stream| {
-                stream.write_all(&card(self.nonce, own))?;
+            let left = left.clamp(Duration::from_millis(1), TRY);
+            let call = TcpStream::connect_timeout(&self.peers[rank], left);
+            let call = call.and_then(|mut stream| {
+                stream.write_all(&card(self.nonce, self.state.rank))?;
                 Guest::new(stream)
             });
-            Ok((rank, call.map_err(|error| self.lost(rank, &error))?))
-        };
-        let lower = self.peers.iter().enumerate().take(own.0);
-        lower.map(call).collect()
+            match call {
+                Ok(call) => return Ok(call),
+                // A host that is cut off answers nothing. The control plane finds out whose it is.
+                Err(error) if error.kind() == ErrorKind::TimedOut && Instant::now() < deadline => {}
+                Err(error) => return Err(self.lost(rank, &error)),
+            }
+        }
     }
 
     /// Reads the answers to calls. Returns the calls that still wait for theirs.
@@ -219,5 +227,91 @@ fn accept(listener: &TcpListener, guests: &mut Vec<Guest>) {
             // Nobody is waiting, or the one that did has left.
             Err(_) => break,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::{JoinOptions, Meeting, meet};
+    use std::{io::Read, net::Ipv4Addr, sync::Arc, thread};
+
+    /// Longest wait of a rank for another.
+    const TIMEOUT: Duration = Duration::from_secs(30);
+
+    /// What `n` ranks know that have met, by rank.
+    fn meetings(n: usize) -> Vec<Meeting> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let mut listener = Some(listener);
+        thread::scope(|scope| {
+            let join = |rank| {
+                let options = JoinOptions::new(rank, n, "127.0.0.1", port).with_timeout(TIMEOUT);
+                let listener = listener.take();
+                scope.spawn(move || meet(&options, listener).unwrap())
+            };
+            let joins: Vec<_> = (0..n).map(join).collect();
+            let meetings = joins.into_iter().map(|join| join.join().unwrap());
+            meetings.collect()
+        })
+    }
+
+    /// Connects some ranks, and returns what became of it, in their order.
+    fn connected(ranks: Vec<(usize, Meeting)>) -> Vec<String> {
+        let run = |rank: usize, mut meeting: Meeting| {
+            let Meeting { nonce, epoch, .. } = meeting;
+            let state = State::new(Rank(rank), meeting.peers.len(), TIMEOUT, epoch);
+            let (state, star) = (Arc::new(state), meeting.star.take().unwrap());
+            let control = Control::start(&state, star, TIMEOUT).unwrap();
+            let streams = connect(&state, &control, nonce, &meeting.peers, &meeting.data);
+            control.leave(false);
+            streams.map_or_else(|error| error.to_string(), |_| "connected".to_owned())
+        };
+        thread::scope(|scope| {
+            let start = |(rank, meeting)| scope.spawn(move || run(rank, meeting));
+            let ranks: Vec<_> = ranks.into_iter().map(start).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_rank_that_ends_while_others_connect_is_named_by_one_whose_call_nobody_answers_too() {
+        // The system takes no call to a listener whose queue is full.
+        let deaf = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        rustix::net::listen(&deaf, 0).unwrap();
+        let address = deaf.local_addr().unwrap();
+        let mut queue = Vec::new();
+        while let Ok(call) = TcpStream::connect_timeout(&address, Duration::from_millis(200)) {
+            queue.push(call);
+        }
+        let mut meetings: Vec<_> = meetings(3).into_iter().enumerate().collect();
+        meetings[1].1.peers[0] = address;
+        drop(meetings.pop());
+        let start = Instant::now();
+        let told = connected(meetings);
+        assert!(start.elapsed() < TIMEOUT / 2);
+        assert_eq!(
+            told,
+            ["rank 2 failed: its process ended without a goodbye"; 2]
+        );
+    }
+
+    #[test]
+    fn a_stranger_between_ranks_that_connect_learns_nothing_and_disturbs_nobody() {
+        let meetings: Vec<_> = meetings(2).into_iter().enumerate().collect();
+        let Meeting { nonce, peers, .. } = &meetings[0].1;
+        // Of another world, of another program, and silent.
+        let other = card(!nonce, Rank(1));
+        let words = [&other[..], &[0xff; 100], &[]];
+        let mut strangers = words.map(|word| {
+            let mut stranger = TcpStream::connect(peers[0]).unwrap();
+            stranger.write_all(word).unwrap();
+            stranger
+        });
+        assert_eq!(connected(meetings), ["connected"; 2]);
+        let mut answer = Vec::new();
+        strangers[0].read_to_end(&mut answer).unwrap();
+        assert!(answer.is_empty());
     }
 }
