@@ -11,9 +11,10 @@
 //! program holds it. It greets each process that connects with a magic word, its version and the
 //! name of the run; so the others recognize it, and leave alone what else they find. A rank then
 //! says its number, the size of the world, its host, where it takes connections, and digests of
-//! what must be equal everywhere. A connection that says anything else, more than it may, or
-//! nothing, is dropped. Two processes with one rank, another world size, another digest, or a
-//! process that says why it cannot join, end the rendezvous with one error that every rank reports.
+//! what must be equal everywhere. A connection that says anything else, more than 64 KiB, or
+//! nothing for ten seconds, is dropped. Two processes with one rank, another world size, another
+//! digest, or a process that says why it cannot join, as one of another version does, end the
+//! rendezvous with one error that every rank reports.
 //! Round trips on the same connection give the offset of the clocks. When all have come, rank 0
 //! tells each the addresses of all and a random number, which the connections between the ranks
 //! begin with.

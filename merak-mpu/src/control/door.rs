@@ -25,7 +25,7 @@ const MOST_HELLO: usize = 64 << 10;
 /// First bytes of a process that cannot join, before the reason.
 const COMPLAINT: &[u8; 8] = b"merakbad";
 
-/// How long a connection may take to say who it is.
+/// How long a connection may take to say who it is, or to close once it was sent away.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// First byte of the frame that sends a rank away, before the reason.
@@ -118,7 +118,7 @@ pub(super) fn complaint(reason: &str, host: &str) -> Vec<u8> {
 }
 
 /// A complaint in words.
-fn read_complaint(frame: &[u8]) -> Result<String, Malformed> {
+pub(super) fn read_complaint(frame: &[u8]) -> Result<String, Malformed> {
     let mut decoder = Decoder(frame);
     if decoder.take(COMPLAINT.len())? != COMPLAINT {
         return Err(Malformed);
@@ -179,6 +179,8 @@ struct Leaver {
 pub(super) struct Door {
     listener: TcpListener,
     greeting: Vec<u8>,
+    /// How long a connection may take to say who it is.
+    patience: Duration,
     guests: Vec<Guest>,
     leavers: Vec<Leaver>,
     num_sent_away: usize,
@@ -192,6 +194,7 @@ impl Door {
         Ok(Self {
             listener,
             greeting: greeting(run),
+            patience: PATIENCE,
             guests: Vec::new(),
             leavers: Vec::new(),
             num_sent_away: 0,
@@ -211,8 +214,8 @@ impl Door {
         self.guests.len() + self.leavers.len() < MOST_GUESTS
     }
 
-    /// Greets those that come, and returns those that have said who they are. A stranger is sent
-    /// away after one short frame or some seconds.
+    /// Greets those that come, and returns those that have said who they are. A stranger is dropped
+    /// after one frame, which may be as long as a rank's first one, or some seconds.
     pub(super) fn turn(&mut self) -> Vec<Visitor> {
         self.leavers
             .retain_mut(|leaver| leaver.channel.discard() && leaver.since.elapsed() < PATIENCE);
@@ -226,7 +229,7 @@ impl Door {
         }
         let mut visitors = Vec::new();
         for mut guest in mem::take(&mut self.guests) {
-            let open = guest.channel.read().unwrap_or(false);
+            let open = guest.channel.read_up_to(MOST_HELLO).unwrap_or(false);
             match guest.channel.next(MOST_HELLO) {
                 Ok(Some(frame)) => {
                     if let Ok(hello) = Hello::decode(&frame) {
@@ -244,7 +247,9 @@ impl Door {
                         self.complaint = Some((reason, guest.channel));
                     }
                 }
-                Ok(None) if open && guest.since.elapsed() < PATIENCE => self.guests.push(guest),
+                Ok(None) if open && guest.since.elapsed() < self.patience => {
+                    self.guests.push(guest);
+                }
                 Ok(None) | Err(Malformed) => {}
             }
         }
@@ -303,7 +308,10 @@ impl Door {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::thread;
+    use std::{
+        io::{Read, Write},
+        thread,
+    };
 
     fn hello() -> Hello {
         Hello {
@@ -351,6 +359,39 @@ mod tests {
         let mut expected = Encoder::of(REFUSED);
         expected.text("the world has 4 ranks");
         assert_eq!(told, expected.0);
+    }
+
+    #[test]
+    fn strangers_that_say_too_much_too_little_or_nothing_are_dropped() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut door = Door::new(listener, "job").unwrap();
+        door.patience = Duration::from_millis(200);
+        let length = |len: usize| (len as u32).to_le_bytes();
+        let too_long = length(MOST_HELLO + 1);
+        // A frame that never ends, beside a stranger who goes on and on.
+        let unfinished = [&length(MOST_HELLO)[..], &[7; 100]].concat();
+        let endless = vec![0xff_u8; 1 << 20];
+        for word in [&too_long[..], &unfinished, &endless, b""] {
+            let mut stranger = TcpStream::connect(address).unwrap();
+            let dropped = thread::scope(|scope| {
+                let stranger = scope.spawn(move || {
+                    let patience = Some(Duration::from_secs(20));
+                    stranger.set_read_timeout(patience).unwrap();
+                    // It may be dropped while it speaks, and find its connection broken.
+                    let _ = stranger.write_all(word);
+                    let told = stranger.read_to_end(&mut Vec::new());
+                    told.err()
+                        .is_none_or(|error| error.kind() != ErrorKind::WouldBlock)
+                });
+                while !stranger.is_finished() {
+                    assert!(door.turn().is_empty());
+                    thread::sleep(Duration::from_millis(1));
+                }
+                stranger.join().unwrap()
+            });
+            assert!(dropped && door.guests.is_empty());
+        }
     }
 
     proptest! {

@@ -373,7 +373,12 @@ fn gather(
 /// Answers a visitor's questions for the time; false when it has left.
 fn answer(visitor: &mut Visitor, epoch: Instant) -> bool {
     let open = visitor.channel.read().unwrap_or(false);
-    while let Ok(Some(frame)) = visitor.channel.next(MOST_GREETING) {
+    loop {
+        let frame = match visitor.channel.next(MOST_GREETING) {
+            Ok(Some(frame)) => frame,
+            Ok(None) => return open,
+            Err(Malformed) => return false,
+        };
         match frame.as_slice() {
             [PING] => {}
             [READY] => {
@@ -388,7 +393,6 @@ fn answer(visitor: &mut Visitor, epoch: Instant) -> bool {
             return false;
         }
     }
-    open
 }
 
 /// Checks that a visitor is one of the missing ranks.
@@ -540,12 +544,17 @@ fn read_welcome(decoder: &mut Decoder<'_>) -> Result<Welcome, Malformed> {
 pub(crate) fn complain(options: &JoinOptions, reason: &str) {
     let deadline = Instant::now() + options.timeout;
     if let Ok(mut channel) = find(options, deadline) {
-        let name = rustix::system::uname();
-        let name = name.nodename().to_string_lossy();
-        // Where rank 0 has met the others or has ended, nobody waits for this process.
-        let _ = channel.send(&complaint(reason, &name));
-        let _ = channel.wait(MOST_BYTES, deadline);
+        complain_to(&mut channel, reason, deadline);
     }
+}
+
+/// The same, to a rank 0 that was found. Returns when it has heard.
+fn complain_to(channel: &mut Channel, reason: &str, deadline: Instant) {
+    let name = rustix::system::uname();
+    let name = name.nodename().to_string_lossy();
+    // Where rank 0 has met the others or has ended, nobody waits for this process.
+    let _ = channel.send(&complaint(reason, &name));
+    let _ = channel.wait(MOST_BYTES, deadline);
 }
 
 /// Another rank: finds rank 0 and waits until all have come.
@@ -602,13 +611,17 @@ fn find(options: &JoinOptions, deadline: Instant) -> Result<Channel> {
             };
             for address in addresses {
                 match connect(address) {
-                    Ok(Some((_, version, run)))
+                    Ok(Some((mut channel, version, run)))
                         if run == options.run && version != env!("CARGO_PKG_VERSION") =>
                     {
-                        return Err(options.refuse(format!(
-                            "rank 0 runs merak-mpu {version}, this rank {}",
+                        let reason = format!(
+                            "rank 0 runs merak-mpu {version}, rank {} runs {}",
+                            options.rank,
                             env!("CARGO_PKG_VERSION")
-                        )));
+                        );
+                        // Nobody waits for it then.
+                        complain_to(&mut channel, &reason, Instant::now() + TRY);
+                        return Err(options.refuse(reason));
                     }
                     Ok(Some((channel, _, run))) if run == options.run => return Ok(channel),
                     Ok(Some((_, _, run))) => seen = format!("run {run:?} is at port {port}"),
@@ -715,6 +728,7 @@ pub(crate) fn this_host() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::control::door::{MAGIC, read_complaint};
 
     #[test]
     fn a_process_that_cannot_join_ends_the_rendezvous_with_its_reason() {
@@ -738,5 +752,28 @@ mod tests {
         for told in told.map(Option::unwrap_or_default) {
             assert!(told.ends_with(reason), "{told}");
         }
+    }
+
+    #[test]
+    fn a_rank_of_another_version_tells_rank_0_and_ends() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let rank_0 = thread::spawn(move || {
+            let mut channel = Channel::new(listener.accept().unwrap().0).unwrap();
+            let mut greeting = Encoder(MAGIC.to_vec());
+            greeting.text("0.0.1").text("");
+            channel.send(&greeting.0).unwrap();
+            let deadline = Instant::now() + Duration::from_secs(20);
+            channel.wait(MOST_GREETING, deadline).unwrap().unwrap()
+        });
+        let options = JoinOptions::new(1, 2, "127.0.0.1", port);
+        let start = Instant::now();
+        let error = meet(&options, None).err().map(|error| error.to_string());
+        assert!(start.elapsed() < Duration::from_secs(15));
+        let own = env!("CARGO_PKG_VERSION");
+        let reason = format!("rank 0 runs merak-mpu 0.0.1, rank 1 runs {own}");
+        assert!(error.is_some_and(|error| error.ends_with(&reason)));
+        let told = read_complaint(&rank_0.join().unwrap()).unwrap();
+        assert!(told.ends_with(&format!("cannot join: {reason}")), "{told}");
     }
 }

@@ -12,6 +12,9 @@ use std::{
 /// Longest frame of the control plane.
 pub(super) const MOST_BYTES: usize = 1 << 20;
 
+/// Bytes that one read takes at most.
+const PIECE_BYTES: usize = 16 << 10;
+
 /// Longest time that a frame waits for a peer that does not read.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -202,9 +205,14 @@ impl Channel {
 
     /// Reads what has come; false at the end of the stream.
     pub(super) fn read(&mut self) -> io::Result<bool> {
-        let mut piece = [0; 16 << 10];
+        self.read_up_to(MOST_BYTES)
+    }
+
+    /// [`Channel::read`] from a peer whose next frame has at most `most` bytes, and little more.
+    pub(super) fn read_up_to(&mut self, most: usize) -> io::Result<bool> {
+        let mut piece = [0; PIECE_BYTES];
         // A peer that sends without end is read again at the next turn.
-        while self.incoming.len() <= MOST_BYTES + 4 {
+        while self.incoming.len() < 4 + most {
             match self.stream.read(&mut piece) {
                 Ok(0) => return Ok(false),
                 Ok(read) => self.incoming.extend(&piece[..read]),
@@ -281,6 +289,10 @@ impl AsFd for Channel {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::{
+        net::{Ipv4Addr, TcpListener},
+        thread,
+    };
 
     #[test]
     fn values_come_out_as_they_went_in() {
@@ -300,6 +312,28 @@ mod tests {
         assert_eq!(decoder.waits(), Ok(vec![wait]));
         assert_eq!(decoder.sizes(), Ok(vec![1, 2]));
         assert_eq!(decoder.end(), Ok(()));
+    }
+
+    #[test]
+    fn no_more_is_read_than_a_frame_may_have_and_what_has_come_with_it() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut channel = Channel::new(listener.accept().unwrap().0).unwrap();
+        let sender = thread::spawn(move || peer.write_all(&[1; 256 << 10]).map(|()| peer));
+        let most = 1000;
+        let start = Instant::now();
+        while channel.incoming.len() < 4 + most {
+            assert!(start.elapsed() < Duration::from_secs(20));
+            poll::readable(&[channel.as_fd()], Duration::from_secs(1)).unwrap();
+            assert!(channel.read_up_to(most).unwrap());
+            assert!(channel.incoming.len() < 4 + most + PIECE_BYTES);
+        }
+        // A frame of this length is none, however much has come.
+        assert_eq!(channel.next(most), Err(Malformed));
+        assert!(channel.read_up_to(most).unwrap());
+        assert!(channel.incoming.len() < 4 + most + PIECE_BYTES);
+        drop(channel);
+        let _ = sender.join().unwrap();
     }
 
     proptest! {

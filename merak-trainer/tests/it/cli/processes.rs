@@ -240,6 +240,22 @@ fn equal_inputs_may_lie_elsewhere_and_the_process_with_others_is_named() {
 }
 
 #[test]
+fn the_process_that_is_to_train_something_else_is_named_with_the_line_that_differs() {
+    let place = Workplace::new();
+    let usual = "train merak.toml --dp 3 --max_steps 1 --output_dir never --seed 3";
+    for odd in [0, 2] {
+        let mut lines = [(); 3].map(|()| usual.to_owned());
+        lines[odd] = usual.replace("--seed 3", "--seed 7");
+        let ended = by_hand(&place, &lines);
+        expect_odd("the configuration", odd, &ended);
+        let told = &ended[odd].stderr;
+        let line = "here \"seed = 7\", there \"seed = 3\"";
+        assert!(told.contains(line), "{told}");
+    }
+    assert!(!place.path("never").exists());
+}
+
+#[test]
 fn weights_tokenizer_and_adapter_are_compared_by_what_they_hold() {
     let place = weights::with_folder(None);
     let adapter = r#"{"r": 2, "lora_alpha": 4, "target_modules": ["c_attn"]}"#;

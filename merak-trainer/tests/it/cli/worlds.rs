@@ -1,7 +1,14 @@
 //! Processes that do not make a world, that speak of the engine in use, or that leave a world of
 //! real ranks.
 
-use std::{fs, process::Command, thread, time::Duration};
+use std::{
+    fs,
+    io::{Read, Write},
+    net::TcpStream,
+    process::Command,
+    thread,
+    time::Duration,
+};
 
 use insta::assert_snapshot;
 
@@ -202,6 +209,38 @@ fn a_second_run_on_a_port_is_refused_and_the_first_one_goes_on() {
         assert_eq!(ended.status, Some(130), "{}", ended.stderr);
     }
     assert!(!place.path("second").exists());
+}
+
+#[test]
+fn a_stranger_at_the_port_of_a_run_is_dropped_and_the_run_goes_on() {
+    let place = Workplace::new();
+    let port = free_port();
+    let [first, second] = [0, 1].map(|rank| {
+        let mut command = place.command("train merak.toml --dp 2 --max_steps 1");
+        tell_place(&mut command, rank, 2, port);
+        command
+    });
+    let ended = thread::scope(|scope| {
+        let first = scope.spawn(|| end(&place, first));
+        let mut stranger = loop {
+            if let Ok(stranger) = TcpStream::connect(("127.0.0.1", port)) {
+                break stranger;
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        let sent = stranger.write_all(b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n");
+        sent.expect("rank 0 listens");
+        let mut answer = Vec::new();
+        // It is dropped with words of its own unread, which may count as a broken connection.
+        let _ = stranger.read_to_end(&mut answer);
+        assert!(answer.len() < 200, "a stranger learns little");
+        let second = end(&place, second);
+        [first.join().expect("it ends"), second]
+    });
+    for ended in ended {
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        assert!(!ended.stderr.contains("error"), "{}", ended.stderr);
+    }
 }
 
 /// A command that hears of files that may not grow as of a full disk.
