@@ -16,7 +16,8 @@
 //! nothing, may be made and used in any order, and counts stay far below 2^31 whatever the length
 //! of a buffer. One thread of a process makes all calls of MPI, which makes no progress between
 //! calls: it looks for messages without a pause while they come, and ever more rarely where none
-//! do, up to once in a millisecond.
+//! do, up to once in a millisecond. A process keeps up to 2 MiB of slots for each other process to
+//! which it sends without a pause, and from which as much comes ([`Member::shared_bytes`]).
 //!
 //! The address of rank 0's second line travels by MPI, so no `MASTER_ADDR` is needed, on several
 //! hosts either. [`JoinOptions::host`] adds to the addresses that rank 0 finds for itself.
@@ -37,7 +38,7 @@ mod port;
 pub use crate::control::JoinOptions;
 
 use crate::{
-    Error, Member, Result,
+    Error, Member, Rank, Result,
     control::{
         Meeting, meet, this_host,
         wire::{Decoder, Encoder, Malformed},
@@ -202,6 +203,8 @@ fn weave(meeting: &Meeting, own: usize, desk: Desk, slot_bytes: usize) -> (Woven
     let lane = |rank| (rank != own).then(|| Arc::new(Mutex::new(Lane::new(slot_bytes))));
     let lanes: Vec<_> = (0..meeting.hosts.len()).map(lane).collect();
     let wires = lanes.iter().cloned();
+    let others = lanes.iter().flatten().count();
+    let place = meeting.locality(Rank(own));
     let woven = Woven {
         links: wires
             .map(|lane| lane.map(|lane| Link::new(LaneWire(lane))))
@@ -209,7 +212,8 @@ fn weave(meeting: &Meeting, own: usize, desk: Desk, slot_bytes: usize) -> (Woven
         // The port looks for messages itself.
         spins: false,
         ends_together: true,
-        shared_bytes: 0,
+        // Each process has slots of its own; MPI says nothing of its memory.
+        shared_bytes: place.local_size * others * Lane::kept_bytes(slot_bytes),
     };
     (woven, Box::new(move |grind| desk.grind(lanes, grind)))
 }

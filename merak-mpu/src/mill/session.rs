@@ -32,7 +32,7 @@ pub(crate) struct Woven {
     pub(crate) spins: bool,
     /// Whether no process may leave before all have ended.
     pub(crate) ends_together: bool,
-    /// Bytes that the processes of this one's host share with each other.
+    /// Bytes of the memory through which the processes of this one's host move data.
     pub(crate) shared_bytes: usize,
 }
 

@@ -11,6 +11,10 @@ use std::{
 /// Most slots to one process that wait to be sent or are on their way.
 const MOST_SLOTS: usize = 8;
 
+/// Most slots that a lane keeps until the end of the world: as many as are under way in both
+/// directions, where both processes send without a pause.
+const KEPT_SLOTS: usize = 2 * MOST_SLOTS;
+
 /// Memory of one message, of a fixed size, with the bytes that it holds.
 #[derive(Debug, Default)]
 pub(super) struct Slot {
@@ -52,6 +56,11 @@ impl Lane {
         }
     }
 
+    /// Bytes of the slots that it keeps, once as many have been under way.
+    pub(super) const fn kept_bytes(slot_bytes: usize) -> usize {
+        KEPT_SLOTS * slot_bytes
+    }
+
     /// A slot to be filled.
     pub(super) fn empty(&mut self) -> Slot {
         let slot = self.spare.pop();
@@ -63,7 +72,7 @@ impl Lane {
 
     /// Takes a slot back whose bytes were sent or read.
     fn recycle(&mut self, slot: Slot) {
-        if self.spare.len() < 2 * MOST_SLOTS {
+        if self.spare.len() < KEPT_SLOTS {
             self.spare.push(Slot { len: 0, ..slot });
         }
     }
@@ -224,5 +233,21 @@ mod tests {
         assert_eq!(wire.write(&[1]).unwrap(), None, "it is on its way");
         lock(&lane).note_left(slot);
         assert_eq!(wire.write(&[1]).unwrap(), Some(1));
+    }
+
+    #[test]
+    fn a_lane_keeps_the_memory_that_it_says() {
+        let lane = Arc::new(Mutex::new(Lane::new(4)));
+        let mut wire = LaneWire(Arc::clone(&lane));
+        for _ in 0..5 * KEPT_SLOTS {
+            let mut slot = lock(&lane).empty();
+            slot.len = 4;
+            lock(&lane).put(slot);
+        }
+        while wire.has_bytes() {
+            wire.read(&mut [0; 4]).unwrap();
+        }
+        let kept: usize = lock(&lane).spare.iter().map(|slot| slot.bytes.len()).sum();
+        assert_eq!(kept, Lane::kept_bytes(4));
     }
 }

@@ -62,8 +62,8 @@ pub(super) fn touched_bytes(args: &CheckedArguments) -> u64 {
 }
 
 /// Addresses that the same takes: whole stacks, whole scratch memory of products (`products` bytes
-/// for a thread), and what the heap reserves beside `values` bytes of tensors. Shared memory counts
-/// twice: both processes of a pair map it.
+/// for a thread), and what the heap reserves beside `values` bytes of tensors. Memory through
+/// which processes move data counts twice, as both of a pair map it where they share it.
 pub(super) fn mapped_bytes(args: &CheckedArguments, values: u64, products: u64) -> u64 {
     let ranks = args.ranks_here() as u64;
     let [compute, loading] = threads_of_rank(args);
