@@ -260,6 +260,7 @@ mod tests {
                 engine: ChosenEngine::Tcp,
                 number: 0,
                 of_ranks: of_ranks.into(),
+                names: Vec::new(),
                 core_sharers,
                 shared_bytes: 0,
             };
@@ -302,6 +303,7 @@ mod tests {
                     engine,
                     number: 0,
                     of_ranks: of_ranks.into(),
+                    names: Vec::new(),
                     core_sharers: 1,
                     shared_bytes: 0,
                 });

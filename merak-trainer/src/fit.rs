@@ -637,6 +637,7 @@ mod tests {
                 engine: ChosenEngine::Tcp,
                 number: 0,
                 of_ranks: vec![0; 4],
+                names: Vec::new(),
                 core_sharers: 4,
                 shared_bytes,
             });

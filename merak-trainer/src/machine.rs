@@ -13,6 +13,11 @@ pub(crate) fn this_process() -> String {
     }
 }
 
+/// The name of this host; empty where it has none.
+pub(crate) fn host_name() -> String {
+    System::host_name().unwrap_or_default()
+}
+
 /// Cores that this process may use.
 pub(crate) fn num_cores() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)

@@ -503,6 +503,7 @@ mod tests {
             engine: ChosenEngine::Tcp,
             number: 0,
             of_ranks: vec![0, 0, 0, 1],
+            names: Vec::new(),
             core_sharers: 3,
             shared_bytes: 0,
         });

@@ -3,7 +3,7 @@
 use crate::{
     config::{CheckedArguments, Host, ThreadsPerRank},
     error::{Error, Result, Teller, chain},
-    machine::num_cores,
+    machine::{host_name, num_cores},
 };
 use merak_ckpt::Checksum;
 use merak_mpu::{
@@ -46,7 +46,7 @@ impl World {
     /// Ranks that are processes which `engine` connects, and of which this one is `member`.
     ///
     /// # Communication
-    /// An all-gather of the hosts' numbers.
+    /// All-gathers of the hosts' numbers and names.
     ///
     /// # Errors
     /// [`Error::Group`] when the world has failed already.
@@ -54,10 +54,13 @@ impl World {
         let group = member.group("run", &everybody(&member))?;
         let place = member.locality();
         let number = place.host as u32;
+        let of_ranks = group.all_gather_vec(vec![number])?;
+        let names = group.all_gather_bytes(host_name().into_bytes())?;
         let host = Host {
             engine,
             number,
-            of_ranks: group.all_gather_vec(vec![number])?,
+            names: by_number(&of_ranks, &names),
+            of_ranks,
             core_sharers: place.core_sharers,
             shared_bytes: member.shared_bytes(),
         };
@@ -267,6 +270,18 @@ fn lines_apart(texts: &[impl AsRef<str>]) -> Vec<String> {
             return lines.into_iter().map(line).collect();
         }
     }
+}
+
+/// The names of hosts by their numbers, which count from 0 in the order of their first ranks, from
+/// the numbers and the names that the ranks tell.
+fn by_number(of_ranks: &[u32], names: &[Vec<u8>]) -> Vec<String> {
+    let mut found = Vec::new();
+    for (number, name) in of_ranks.iter().zip(names) {
+        if *number as usize == found.len() {
+            found.push(String::from_utf8_lossy(name).into_owned());
+        }
+    }
+    found
 }
 
 fn everybody(member: &Member) -> Vec<Rank> {
@@ -528,6 +543,12 @@ mod tests {
     }
 
     #[test]
+    fn hosts_have_the_names_that_their_first_ranks_tell() {
+        let names = ["n7", "n3", "n7", "n1"].map(|name| name.as_bytes().to_vec());
+        assert_eq!(by_number(&[0, 1, 0, 2], &names), ["n7", "n3", "n1"]);
+    }
+
+    #[test]
     fn a_process_that_is_bound_to_cores_has_them_for_itself() {
         let args = MerakArguments {
             dp: 3,
@@ -539,6 +560,7 @@ mod tests {
                 engine: ChosenEngine::Tcp,
                 number: 0,
                 of_ranks: vec![0; 3],
+                names: Vec::new(),
                 core_sharers,
                 shared_bytes: 0,
             })

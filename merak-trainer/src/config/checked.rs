@@ -35,6 +35,8 @@ pub(crate) struct Host {
     pub(crate) number: u32,
     /// The numbers of the hosts of all ranks; each rank is a process.
     pub(crate) of_ranks: Vec<u32>,
+    /// The names of the hosts, by their numbers.
+    pub(crate) names: Vec<String>,
     /// How many ranks there may run on the cores of this process, its own included.
     pub(crate) core_sharers: usize,
     /// Bytes of the memory through which these processes move data, all of them together.
@@ -128,14 +130,20 @@ impl CheckedArguments {
         self.host.as_ref().map_or(1, |host| host.ranks().count())
     }
 
-    /// What connects the ranks and on which hosts these are, as `tcp on hosts 2 x 0, 2 x 1`, where
-    /// they are processes.
+    /// What connects the ranks and on which hosts these are, where they are processes, as
+    /// `tcp on hosts 2 x 0 (n1), 2 x 1 (n2)`. One host is told by its number alone: no network lies
+    /// between its ranks.
     pub(crate) fn connection(&self) -> Option<String> {
         let host = self.host.as_ref()?;
+        let is_alone = host.of_ranks.iter().all(|other| *other == host.number);
         let runs = host.of_ranks.chunk_by(|one, next| one == next);
-        let runs: Vec<_> = runs
-            .map(|run| format!("{} x {}", run.len(), run[0]))
-            .collect();
+        let run = |run: &[u32]| {
+            let (len, number) = (run.len(), run[0]);
+            let name = host.names.get(number as usize).filter(|_| !is_alone);
+            let name = name.map_or_else(String::new, |name| format!(" ({name})"));
+            format!("{len} x {number}{name}")
+        };
+        let runs: Vec<_> = runs.map(run).collect();
         Some(format!("{} on hosts {}", host.engine, runs.join(", ")))
     }
 
@@ -443,15 +451,36 @@ mod tests {
             engine: ChosenEngine::Tcp,
             number: 0,
             of_ranks: vec![0, 0, 0, 1, 1, 0, 1, 1],
+            names: Vec::new(),
             core_sharers: 2,
             shared_bytes: 0,
         });
         assert_eq!(here(&processes), ([4, 4, 2], vec![3, 1]));
-        let connection = processes.connection();
-        assert_eq!(
-            connection.unwrap(),
-            "tcp on hosts 3 x 0, 2 x 1, 1 x 0, 2 x 1"
-        );
+    }
+
+    #[test]
+    fn a_connection_names_several_hosts_and_not_one() {
+        let arguments = MerakArguments {
+            dp: 4,
+            ..MerakArguments::default()
+        };
+        let threads = CheckedArguments::of(arguments);
+        let on = |of_ranks: [u32; 4], names: [&str; 2]| {
+            let processes = threads.clone().on(Host {
+                engine: ChosenEngine::Tcp,
+                number: 0,
+                of_ranks: of_ranks.into(),
+                names: names.map(str::to_owned).into(),
+                core_sharers: 2,
+                shared_bytes: 0,
+            });
+            processes.connection().unwrap()
+        };
+        let two = "tcp on hosts 2 x 0 (n1), 1 x 1 (n2), 1 x 0 (n1)";
+        assert_eq!(on([0, 0, 1, 0], ["n1", "n2"]), two);
+        assert_ne!(on([0, 0, 1, 0], ["n1", "n3"]), two);
+        assert_eq!(on([0; 4], ["n1", ""]), "tcp on hosts 4 x 0");
+        assert_eq!(threads.connection(), None);
     }
 
     #[test]
@@ -466,6 +495,7 @@ mod tests {
                 engine: ChosenEngine::Tcp,
                 number: 0,
                 of_ranks: of_ranks.into(),
+                names: Vec::new(),
                 core_sharers: 1,
                 shared_bytes: 0,
             });
