@@ -148,11 +148,14 @@ impl CostModel {
     /// Operations are counted on CUDA devices, which run asynchronously to the clock, and where a
     /// measurement needs more memory than there is.
     ///
-    /// All processes of a world call it and have the same costs: the first rank reads and writes
-    /// the file and times the nodes, and what the ranks exchange is timed over what connects them.
+    /// All processes of a world call it and have the same costs. The first rank reads and writes
+    /// the file. What the ranks exchange is timed over what connects them. Their nodes are timed by
+    /// themselves where each has the cores of its threads, in the mean of all; where several share
+    /// a core, by threads of the first rank, which take turns, as times of processes without turns
+    /// would hold those of others.
     ///
     /// # Communication
-    /// Between processes, what shares the first rank's times, and the exchanges that are timed.
+    /// Between processes, what shares the times, and the exchanges and nodes that are timed.
     ///
     /// # Errors
     /// When the work cannot be planned, or a measurement fails.

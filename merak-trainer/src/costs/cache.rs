@@ -13,7 +13,7 @@ pub(super) type Profiles = BTreeMap<String, Vec<Profile>>;
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Raised when the meaning of the numbers changes.
-const FORMAT: u32 = 5;
+const FORMAT: u32 = 6;
 
 #[derive(Serialize, Deserialize)]
 struct Document {
@@ -116,7 +116,7 @@ mod tests {
         let text = fs::read_to_string(&file).unwrap();
         fs::write(&file, &text[..text.len() / 2]).unwrap();
         assert_eq!(read(&file), Profiles::new());
-        fs::write(&file, text.replace("\"format\": 5", "\"format\": 4")).unwrap();
+        fs::write(&file, text.replace("\"format\": 6", "\"format\": 5")).unwrap();
         assert_eq!(read(&file), Profiles::new());
         write(&file, &kept);
         assert_eq!(read(&file), kept, "what was measured is kept again");

@@ -2,7 +2,7 @@
 
 use super::{
     Profile, pipeline_cores,
-    profile::{calls, of_node},
+    profile::{calls, exchanged, of_node},
     timed::Timed,
 };
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
     network::Network,
     plan::{ParamGroups, param_bytes},
     stage::{Executor, Stage, StageParams, StateRoom, equipped, grad_store, stages},
-    world::{ranks_at_once, run_ranks, threads_per_rank},
+    world::{World, ranks_at_once, run_ranks, threads_per_rank},
 };
 use merak_mpu::{Communicator, DType, Degrees, Member, Mpu, ReduceOp};
 use merak_partition::RankPrograms;
@@ -73,8 +73,9 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
         num_cores(),
         ranks_at_once(args).min(args.world_size()),
         args.world_size(),
-        args.connection()
-            .map_or_else(String::new, |connection| format!(", by {connection}")),
+        args.connection().map_or_else(String::new, |connection| {
+            format!(", by {connection}, {} on its cores", args.core_sharers())
+        }),
         args.dp,
         args.tp,
         if args.sp > 1 {
@@ -94,7 +95,7 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
     )
 }
 
-/// The ranks that run the nodes, as threads: those that share cores in the run. They take turns
+/// The ranks that run the nodes as threads: those that share cores in the run. They take turns
 /// here too, and find the caches as the others left them.
 fn degrees(args: &CheckedArguments) -> Degrees {
     Degrees {
@@ -104,7 +105,25 @@ fn degrees(args: &CheckedArguments) -> Degrees {
     }
 }
 
-/// Times the nodes of a model's segments and an optimizer step, beside times of exchanges.
+/// Whether every rank is a process that has the cores of its threads while all compute. Processes
+/// take no turns: where they have fewer cores, the times of one hold those of others.
+///
+/// # Communication
+/// Between processes, an all-reduce of a byte.
+pub(super) fn have_cores(args: &CheckedArguments, world: &World) -> Result<bool> {
+    let has_cores = args.core_sharers() <= ranks_at_once(args);
+    let all = world.together(|member| {
+        let group = member.world_group()?;
+        Ok(group.all_reduce_scalar(u8::from(has_cores), ReduceOp::Min)?)
+    })?;
+    Ok(all == Some(1))
+}
+
+/// Times the nodes of a model's segments and an optimizer step, beside times of exchanges: on the
+/// ranks of the run where `world` is of processes, else on threads of this process.
+///
+/// # Communication
+/// Between processes, what the nodes exchange, and all-gathers of the times, whose mean all have.
 ///
 /// # Errors
 /// When a node fails.
@@ -113,15 +132,22 @@ pub(super) fn profile(
     programs: &[StageProgram],
     args: &CheckedArguments,
     network: Network,
+    world: &World,
 ) -> Result<Profile> {
     let threads = threads_per_rank(args);
     let kinds = Kinds::of(programs);
-    let degrees = degrees(args);
-    let world = degrees.world_size();
+    let timed = |member: Member, degrees: Degrees| {
+        Rank::new(member, degrees, graph, &kinds, args, threads)?.measured(&network)
+    };
     let measure = || {
-        let ranks = run_ranks(world, args, |member| {
-            Rank::new(member, degrees, graph, &kinds, args, threads)?.measured()
+        let all = world.together(|member| {
+            let own = timed(member.clone(), args.degrees())?;
+            of_all(member, &own)
         })?;
+        let ranks = match all {
+            Some(ranks) => ranks,
+            None => of_threads(args, &timed)?,
+        };
         Ok::<_, Error>(mean(&ranks))
     };
     let mut profile = measure()?;
@@ -135,14 +161,34 @@ pub(super) fn profile(
             profile = next;
         }
     }
-    // All ranks updated at once, without turns.
-    let at_once = ranks_at_once(args);
-    profile.per_param *= at_once.min(world) as f64 / world as f64;
     profile.network = network;
     profile.cores = pipeline_cores(args);
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     profile.measured_at = since.map_or(0, |since| since.as_secs());
     Ok(profile)
+}
+
+/// What `timed` says of threads, which share the cores of this process as its ranks do in the run.
+fn of_threads(
+    args: &CheckedArguments,
+    timed: &(impl Fn(Member, Degrees) -> Result<Profile> + Sync),
+) -> Result<Vec<Profile>> {
+    let degrees = degrees(args);
+    let mut ranks = run_ranks(degrees.world_size(), args, |member| timed(member, degrees))?;
+    // All ranks updated at once, without turns.
+    let part = ranks_at_once(args).min(ranks.len()) as f64 / ranks.len() as f64;
+    for rank in &mut ranks {
+        rank.per_param *= part;
+    }
+    Ok(ranks)
+}
+
+/// The times of all ranks, which every process reads from the same JSON.
+fn of_all(member: &Member, own: &Profile) -> Result<Vec<Profile>> {
+    let own = serde_json::to_vec(own).expect("it is plain data");
+    let all = member.world_group()?.all_gather_bytes(own)?;
+    let read = |json: &Vec<u8>| serde_json::from_slice(json).expect("a rank wrote it");
+    Ok(all.iter().map(read).collect())
 }
 
 /// The mean over ranks.
@@ -222,6 +268,7 @@ impl<'a> Rank<'a> {
         args: &CheckedArguments,
         threads: usize,
     ) -> Result<Self> {
+        let alone = member.group("alone", &[member.rank()])?;
         let mpu = Arc::new(Mpu::new(member, degrees)?);
         let Executor {
             backend,
@@ -237,8 +284,8 @@ impl<'a> Rank<'a> {
             .enumerate()
             .map(|(index, param)| groups.spec(param, index));
         let groups = ZeroGroups {
-            // Each rank is a replica of its own, of one member.
-            data_sequence: mpu.data_parallel_group().clone(),
+            // Each rank is a replica of its own.
+            data_sequence: alone,
             model: mpu.model_parallel_group().clone(),
         };
         let optimizer =
@@ -266,8 +313,9 @@ impl<'a> Rank<'a> {
         })
     }
 
-    /// The times of the nodes in some rounds, and of an optimizer step.
-    fn measured(mut self) -> Result<Profile> {
+    /// The times of the nodes in some rounds, and of an optimizer step, where exchanges take the
+    /// times of `network`.
+    fn measured(mut self, network: &Network) -> Result<Profile> {
         let timed = Arc::new(Timed::new(Arc::clone(&self.backend)));
         let programs = &self.kinds.programs;
         let noted = Arc::clone(&timed) as SharedBackend;
@@ -296,7 +344,7 @@ impl<'a> Rank<'a> {
         let nodes = timed.medians();
         Ok(Profile {
             spread: spread(whole.clone()),
-            per_node: per_node(&plain, &nodes, median(whole)),
+            per_node: per_node(&plain, &nodes, network, median(whole)),
             nodes,
             per_param: self.update()?,
             ..Profile::default()
@@ -407,16 +455,20 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// Seconds between one node and the next, when all nodes of the stages take `whole` seconds.
-fn per_node(stages: &[Stage], nodes: &BTreeMap<String, f64>, whole: f64) -> f64 {
+/// Seconds between one node and the next, when all nodes of the stages take `whole` seconds, with
+/// what they exchange.
+fn per_node(stages: &[Stage], nodes: &BTreeMap<String, f64>, network: &Network, whole: f64) -> f64 {
     let all = stages.iter().flat_map(|stage| {
         let graph = &stage.interpreter.program().graph;
         graph.nodes().iter().map(move |node| (graph, node))
     });
     let (mut sum, mut count) = (0.0, 0);
-    for (call, times) in all.flat_map(|(graph, node)| calls(graph, node)) {
-        sum += times * nodes.get(&call).copied().unwrap_or_default();
-        count += 1;
+    for (graph, node) in all {
+        sum += exchanged(network, graph, node).unwrap_or_default();
+        for (call, times) in calls(graph, node) {
+            sum += times * nodes.get(&call).copied().unwrap_or_default();
+            count += 1;
+        }
     }
     ((whole - sum) / f64::from(count.max(1))).max(0.0)
 }
@@ -498,7 +550,8 @@ pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -
     let params = param_bytes(args, 1).held(kinds.sums()).total() as u64;
     let live = kinds.stages.iter();
     let live = live.map(|(_, program)| program.live_bytes_without_reuse().input_half as u64);
-    let ranks = degrees(args).world_size() as u64;
+    // As threads of the first rank, or as the processes of its host.
+    let ranks = degrees(args).world_size().max(args.ranks_here()) as u64;
     let nodes = ranks.saturating_mul(params.saturating_add(4 * live.sum::<u64>()));
     nodes.max(Network::needed_bytes(args))
 }
@@ -506,6 +559,48 @@ pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        config::{Config, Host},
+        plan::{Draft, PlanInputs, SegmentedGraph},
+    };
+    use merak_mpu::{ChosenEngine, testing};
+    use merak_trace::{Overlap, models};
+    use serde_json::json;
+
+    #[test]
+    fn processes_that_have_their_cores_time_their_own_nodes_and_have_one_mean() {
+        let line = ["--tp=2", "--compute.threads_per_rank=1"].map(str::to_owned);
+        let args = Config::load(None, [], &line).unwrap().check().unwrap();
+        let model = models::from_config(&json!({ "model_type": "gpt2", "vocab_size": 32,
+            "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2 }));
+        let inputs = PlanInputs::read(model.unwrap().into(), &args).unwrap();
+        let (_, SegmentedGraph { graph, segments }) = Draft::new(&inputs, &args).unwrap();
+        let graph = graph.with_overlap(Overlap::None);
+        let programs = segments.programs(&graph, &[]).unwrap();
+        let profiles = testing::tcp_world(2, |member| {
+            let world = World::of_process(member, ChosenEngine::Tcp).unwrap();
+            let on = |core_sharers| {
+                args.clone().on(Host {
+                    engine: ChosenEngine::Tcp,
+                    number: 0,
+                    of_ranks: vec![0; 2],
+                    names: Vec::new(),
+                    core_sharers,
+                    shared_bytes: 0,
+                })
+            };
+            assert!(!have_cores(&on(num_cores() + 1), &world).unwrap());
+            let args = on(1);
+            assert!(have_cores(&args, &world).unwrap());
+            profile(&graph, &programs, &args, Network::default(), &world).unwrap()
+        });
+        let [first, second] = [0, 1].map(|rank: usize| &profiles[rank]);
+        assert!(!first.nodes.is_empty() && first.per_param > 0.0);
+        // What each has measured differs.
+        assert_eq!(first.nodes, second.nodes);
+        let others = |of: &Profile| [of.per_node, of.per_param, of.spread].map(f64::to_bits);
+        assert_eq!(others(first), others(second));
+    }
 
     #[test]
     fn the_spread_of_times_is_that_of_their_middle_half() {

@@ -77,7 +77,7 @@ impl Profile {
     /// or measured now, unless that needs more memory than there is.
     ///
     /// # Communication
-    /// Between processes, what shares the first rank's times, and the exchanges that are timed.
+    /// Between processes, what shares the times, and the exchanges and nodes that are timed.
     pub(super) fn of(
         inputs: &PlanInputs,
         args: &CheckedArguments,
@@ -108,8 +108,11 @@ impl Profile {
             return Ok(found);
         }
         let network = Network::measure(args, world)?;
+        let measured = |world: &World| measure::profile(&graph, &programs, args, network, world);
+        let by_all = measure::have_cores(args, world)?.then(|| measured(world));
+        let by_all = by_all.transpose()?;
         let profile = world.share(|| {
-            let mut profile = measure::profile(&graph, &programs, args, network)?;
+            let mut profile = by_all.map_or_else(|| measured(&World::of_threads()), Ok)?;
             profile.judge(found.as_ref(), &programs, args);
             let profiles = known.entry(measure::conditions(args)).or_default();
             profiles.push(profile.clone());
@@ -229,14 +232,9 @@ impl Profile {
 
     /// Seconds of a node.
     pub(super) fn node(&self, graph: &Graph, node: &Node) -> f64 {
-        let axis = node.op.communicates();
-        let exchange = axis.and_then(|axis| Some((axis, Exchange::of(graph, node)?)));
-        if let Some((axis, exchange)) = exchange {
-            return match node.op.ring() {
-                Some(ring) => self.ring(graph, node, &ring, exchange),
-                // Each collective counts as the reduction of as many bytes.
-                None => self.network.sum_over(axis).seconds(exchange.rank_bytes),
-            };
+        if let Some(exchanged) = exchanged(&self.network, graph, node) {
+            let rounds = node.op.ring().map(|_| self.rounds(graph, node));
+            return rounds.unwrap_or_default() + exchanged;
         }
         let region = node.op.region().map(|region| region.kind);
         if node.op.class() == Class::Identity || region == Some(RegionKind::CopyTo) {
@@ -246,19 +244,14 @@ impl Profile {
         self.per_node + timed.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)))
     }
 
-    /// Seconds of an attention whose keys and values go round, or of its gradient: those of its
-    /// rounds, and of the messages between.
-    fn ring(&self, graph: &Graph, node: &Node, ring: &Ring<'_>, exchange: Exchange) -> f64 {
+    /// Seconds of an attention whose keys and values go round, or of its gradient, without those of
+    /// the messages between its rounds.
+    fn rounds(&self, graph: &Graph, node: &Node) -> f64 {
         let mut timed = calls(graph, node).into_iter();
         let compute = timed.try_fold(0.0, |sum, (call, count)| {
             Some(sum + count * self.nodes.get(&call)?)
         });
-        let compute = compute.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)));
-        // Gradients come home to their owner; keys and values end one rank before it.
-        let trips = ring.direction.pairs();
-        let messages = trips * ranks_of(graph, node, ring) - 1;
-        let message = self.network.send.seconds(exchange.rank_bytes);
-        self.per_node + compute + messages as f64 * message
+        self.per_node + compute.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)))
     }
 
     /// Estimated seconds of a node whose kind no segment has: an addition where gradients of
@@ -287,6 +280,19 @@ impl Profile {
         };
         self.per_param * owned as f64 + reduced + sum(tied)
     }
+}
+
+/// Seconds of what the ranks exchange in a node; none where they exchange nothing.
+pub(super) fn exchanged(network: &Network, graph: &Graph, node: &Node) -> Option<f64> {
+    let axis = node.op.communicates()?;
+    let bytes = Exchange::of(graph, node)?.rank_bytes;
+    let Some(ring) = node.op.ring() else {
+        // Each collective counts as the reduction of as many bytes.
+        return Some(network.sum_over(axis).seconds(bytes));
+    };
+    // Gradients come home to their owner; keys and values end one rank before it.
+    let messages = ring.direction.pairs() * ranks_of(graph, node, &ring) - 1;
+    Some(messages as f64 * network.send.seconds(bytes))
 }
 
 /// Whether there is memory for a measurement; a warning says what the run goes by instead, which
