@@ -200,10 +200,6 @@ pub trait Communicator: Send + Sync + fmt::Debug {
         self.members().len()
     }
 
-    /// Whether a collective of a device's memory runs on the device, beside what computes there;
-    /// without, it goes through host memory, and the call that starts it waits for the device.
-    fn is_on_devices(&self) -> bool;
-
     /// Starts a collective, which [`Group`](crate::Group) has checked: each of the methods below is
     /// this one with a call of its own.
     ///

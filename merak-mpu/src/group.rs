@@ -435,10 +435,6 @@ impl Communicator for Group {
         self.communicator.members()
     }
 
-    fn is_on_devices(&self) -> bool {
-        self.communicator.is_on_devices()
-    }
-
     fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
         self.check_call(call, buffer.len(), lengths.as_deref())?;
         if self.is_single() {

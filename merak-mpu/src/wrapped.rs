@@ -121,10 +121,6 @@ impl Communicator for WrappedGroup {
         self.communicator.members()
     }
 
-    fn is_on_devices(&self) -> bool {
-        self.communicator.is_on_devices()
-    }
-
     fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
         self.between.start(Start {
             group: &self.name,

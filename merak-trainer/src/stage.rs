@@ -24,7 +24,7 @@ use crate::{
     machine::num_cores,
     plan::{ParamGroups, Plan},
 };
-use merak_mpu::{Buffer, Communicator, DType, Locality, Memory, Mpu, ReduceOp};
+use merak_mpu::{Buffer, DType, Locality, Memory, Mpu, ReduceOp};
 use merak_partition::RankPrograms;
 use merak_pipe::PipelineEngine;
 use merak_trace::{
@@ -119,11 +119,10 @@ impl RankStages {
         let buckets = gathered::Buckets::new(&programs.params, &optimizer, memory, &backend);
         let mut grads = grad_store(&programs, &optimizer, &*backend);
         let stages = stages(&programs, (&params, buckets.as_ref()), &backend, &mpu);
+        // A collective on a device's memory goes through the host, and would stop a pass.
         let on_host = matches!(grads.buffers[0].memory(), Memory::Host(_));
-        let replicas = mpu.data_sequence_parallel_group();
-        // A collective of a device's memory that goes through the host would stop a pass.
-        let beside = on_host || replicas.is_on_devices();
-        let reduces_early = replicas.world_size() > 1 && (beside || optimizer.divides_gradients());
+        let replicas = mpu.data_sequence_parallel_group().world_size();
+        let reduces_early = replicas > 1 && (on_host || optimizer.divides_gradients());
         Ok(Self {
             completion: gradients::Completion::new(&optimizer, &grads.slots, &tied.slots()),
             reduces_early,

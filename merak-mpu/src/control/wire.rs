@@ -319,7 +319,7 @@ mod tests {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut channel = Channel::new(listener.accept().unwrap().0).unwrap();
-        let sender = thread::spawn(move || peer.write_all(&[1; 256 << 10]).map(|()| peer));
+        let sender = thread::spawn(move || peer.write_all(&vec![1; 256 << 10]).map(|()| peer));
         let most = 1000;
         let start = Instant::now();
         while channel.incoming.len() < 4 + most {

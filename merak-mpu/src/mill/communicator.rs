@@ -136,10 +136,6 @@ impl Communicator for Handle {
         self.group.members()
     }
 
-    fn is_on_devices(&self) -> bool {
-        false
-    }
-
     fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
         let session = &self.session;
         let sequence = self.started.fetch_add(1, Ordering::Relaxed);

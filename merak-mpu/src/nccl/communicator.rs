@@ -182,10 +182,6 @@ impl Communicator for Handle {
     }
 
     /// Starts a collective on the device or, for a buffer in host memory, on the engine beneath.
-    fn is_on_devices(&self) -> bool {
-        true
-    }
-
     fn start(
         &self,
         call: Call,

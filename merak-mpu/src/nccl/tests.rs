@@ -534,10 +534,6 @@ impl Communicator for Wrapped {
         self.0.members()
     }
 
-    fn is_on_devices(&self) -> bool {
-        self.0.is_on_devices()
-    }
-
     fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
         self.0.start(call, self.lift(buffer), lengths)
     }

@@ -274,7 +274,7 @@ mod tests {
             let (mut streams, _peer) = streams_of(own);
             let [desk, _other] = [own, 1 - own].map(|rank| Desk::open(nonce, Rank(rank)).unwrap());
             let _stranger = UnixStream::connect_addr(&name(nonce, Rank(own)).unwrap()).unwrap();
-            let timeout = Duration::from_secs(60);
+            let timeout = Duration::from_mins(1);
             let state = State::new(Rank(own), 2, timeout, Instant::now());
             let start = Instant::now();
             let shared = thread::scope(|scope| {

@@ -267,11 +267,6 @@ impl Communicator for Handle {
         &self.seat.group.members
     }
 
-    /// Deposits the buffer; the wait does the work.
-    fn is_on_devices(&self) -> bool {
-        false
-    }
-
     /// Deposits the buffer. The last member sets the work going, and waits share it.
     fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
         let Seat { world, group, rank } = &*self.seat;

@@ -252,7 +252,7 @@ fn the_padding_behind_a_chat_is_no_part_of_its_embedding() {
             "predict merak.toml run --what embeddings -o found.jsonl {keys}"
         ));
         let found = objects(&place, "found.jsonl");
-        let values = found.iter().flat_map(|row| row["embedding"].as_array());
+        let values = found.iter().filter_map(|row| row["embedding"].as_array());
         let values = values.flatten().filter_map(Value::as_f64);
         values.collect::<Vec<_>>()
     };

@@ -499,15 +499,15 @@ fn a_graph_comes_with_the_reasons_for_layers_that_were_chosen() {
     );
     let line = "trace encoder.json --tp 2";
     let text = place.succeed(&format!("{line} --tp_layer_lists auto"));
-    let reasons = text.lines().filter(|line| line.starts_with("# auto "));
+    let reasons = text.lines().filter_map(|line| line.strip_prefix("# auto "));
     assert_snapshot!(reasons.collect::<Vec<_>>().join("\n"), @"
-    # auto col bert.encoder.layer.{i}.attention.self.query: each rank goes on with its part
-    # auto col bert.encoder.layer.{i}.attention.self.key: each rank goes on with its part
-    # auto col bert.encoder.layer.{i}.attention.self.value: each rank goes on with its part
-    # auto row bert.encoder.layer.{i}.attention.output.dense: its input comes split
-    # auto col bert.encoder.layer.{i}.intermediate.dense: each rank goes on with its part
-    # auto row bert.encoder.layer.{i}.output.dense: its input comes split
-    # auto whole cls.predictions.transform.dense: its parts would be gathered as cls.predictions.transform.gelu for cls.predictions.transform.LayerNorm.layer_norm
+    col bert.encoder.layer.{i}.attention.self.query: each rank goes on with its part
+    col bert.encoder.layer.{i}.attention.self.key: each rank goes on with its part
+    col bert.encoder.layer.{i}.attention.self.value: each rank goes on with its part
+    row bert.encoder.layer.{i}.attention.output.dense: its input comes split
+    col bert.encoder.layer.{i}.intermediate.dense: each rank goes on with its part
+    row bert.encoder.layer.{i}.output.dense: its input comes split
+    whole cls.predictions.transform.dense: its parts would be gathered as cls.predictions.transform.gelu for cls.predictions.transform.LayerNorm.layer_norm
     ");
     let document = place.document(&format!("{line} --tp_layer_lists auto --format json"));
     assert_eq!(document["choices"][3]["reason"], "its input comes split");

@@ -232,7 +232,7 @@ fn a_learning_rate_and_a_collator_of_ones_own_are_used() {
         parts.lr_scheduler = Some(Arc::new(|_, _| f64::NAN));
     };
     let failed = case.try_on_ranks_with(wrong, trained).expect_err("no rate");
-    let text = merak_trainer::chain(&failed);
+    let text = chain(&failed);
     assert!(
         text.contains("the learning rate after 0 updates is NaN"),
         "{text}"
