@@ -6,6 +6,14 @@ use merak_zero::{
     UpdateReport, ZeroConfig, ZeroGroups, ZeroOptimizer, ZeroStage, adam_update,
 };
 
+/// All stages.
+pub(crate) const STAGES: [ZeroStage; 4] = [
+    ZeroStage::Replicated,
+    ZeroStage::OptimizerState,
+    ZeroStage::Gradients,
+    ZeroStage::Parameters,
+];
+
 /// Parameters of one and of several norm blocks, of odd sizes, with and without decay.
 pub(crate) fn params() -> Vec<ParamSpec> {
     vec![

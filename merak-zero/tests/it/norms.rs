@@ -1,7 +1,10 @@
 //! The global norm under tensor and pipeline splits, clipping, and skipped steps.
 #![expect(clippy::float_cmp, reason = "these values are exact")]
 
-use crate::fixture::{alone, config, data_parallel, grads, group, len, lr, noise, noises, params};
+use crate::fixture::{
+    STAGES, alone, config, data_parallel, grads, group, held, len, lr, noise, noises, params,
+    reduced, serial, step, whole,
+};
 use merak_mpu::{Member, testing::world};
 use merak_zero::{GlobalParams, ParamSpec, ZeroConfig, ZeroGroups, ZeroOptimizer, ZeroStage};
 
@@ -86,13 +89,11 @@ fn norm_bits(dp: usize, tp: usize, pp: usize, stage: ZeroStage) -> Vec<u64> {
             let parts = if logical.sliced { tp } else { 1 };
             (logical.name, logical.rows * COLS / parts)
         }));
-        let (specs, mut grads) = slices(tp, pp, within);
+        let (specs, grads) = slices(tp, pp, within);
         let config = config(stage);
         let mut optimizer =
             ZeroOptimizer::new(specs, model, config, groups).expect("a legal configuration");
-        optimizer
-            .reduce_gradients(&mut grads)
-            .expect("no rank fails");
+        let grads = reduced(&mut optimizer, grads).expect("no rank fails");
         let norm = optimizer.grad_norm(&grads).expect("no rank fails");
         norm.norm.to_bits()
     })
@@ -111,13 +112,9 @@ fn naive() -> f64 {
 fn the_pipeline_cut_and_the_stage_change_no_bit_of_the_norm() {
     for tp in [1, 2] {
         let expected = norm_bits(1, tp, 1, ZeroStage::Replicated)[0];
-        for (dp, pp, stage) in [
-            (1, 2, ZeroStage::Replicated),
-            (2, 1, ZeroStage::Replicated),
-            (2, 2, ZeroStage::Replicated),
-            (2, 1, ZeroStage::OptimizerState),
-            (2, 2, ZeroStage::OptimizerState),
-        ] {
+        let divided = STAGES.map(|stage| [(2, 1, stage), (2, 2, stage)]);
+        let one_replica = (1, 2, ZeroStage::Replicated);
+        for (dp, pp, stage) in divided.into_iter().flatten().chain([one_replica]) {
             let found = norm_bits(dp, tp, pp, stage);
             assert_eq!(
                 found,
@@ -162,34 +159,34 @@ fn clipping_equals_a_step_on_gradients_scaled_beforehand() {
 
 #[test]
 fn a_bad_gradient_on_one_rank_skips_the_step_on_all_and_leaves_no_trace() {
-    for stage in [ZeroStage::Replicated, ZeroStage::OptimizerState] {
+    for stage in STAGES {
         for bad in [f32::NAN, f32::INFINITY] {
             world(2, |member| {
                 let rank = member.rank().0;
                 let mut optimizer = data_parallel(&member, config(stage));
-                let mut weights = noises(1, len());
-                let mut good = grads(0, rank);
-                optimizer.step(&mut weights, &mut good, lr(0)).unwrap();
+                let mut weights = held(&optimizer, &noises(1, len()));
+                step(&mut optimizer, &mut weights, grads(0, rank), lr(0)).unwrap();
                 let before = (weights.clone(), optimizer.state().into_owned());
 
-                let mut grads = grads(1, rank);
+                let mut worse = grads(1, rank);
                 if rank == 1 {
                     let range = optimizer.layout().range(3);
-                    grads[range.end - 1] = bad;
-                    grads[len() - 1] = bad;
+                    worse[range.end - 1] = bad;
+                    worse[len() - 1] = bad;
                 }
-                let report = optimizer.step(&mut weights, &mut grads, lr(1)).unwrap();
+                let report = step(&mut optimizer, &mut weights, worse, lr(1)).unwrap();
                 assert_eq!(report.skipped.as_deref(), Some("fc.bias"));
+                assert!(!report.grad_norm.is_finite());
+                assert_eq!(report.grad_norm.is_nan(), bad.is_nan());
                 assert!((&weights, &*optimizer.state()) == (&before.0, &before.1));
                 let progress = optimizer.progress();
                 assert_eq!((progress.steps, progress.skipped), (1, 1));
                 assert_eq!(progress.skipped_in_a_row, 1);
 
-                let mut good = crate::fixture::grads(1, rank);
-                let report = optimizer.step(&mut weights, &mut good, lr(1)).unwrap();
+                let report = step(&mut optimizer, &mut weights, grads(1, rank), lr(1)).unwrap();
                 assert_eq!(report.skipped, None);
                 assert_eq!(optimizer.progress().skipped_in_a_row, 0);
-                assert!(weights == crate::fixture::serial(2, 2, &config(stage)));
+                assert!(whole(&optimizer, weights) == serial(2, 2, &config(stage)));
             });
         }
     }

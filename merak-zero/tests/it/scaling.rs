@@ -1,7 +1,7 @@
 //! The loss scale: unscaling, overflows, and the same scale on every rank.
 #![expect(clippy::float_cmp, reason = "these values are exact")]
 
-use crate::fixture::{config, data_parallel, grads, group, len, lr, noises};
+use crate::fixture::{STAGES, config, data_parallel, grads, group, held, len, lr, noises, step};
 use merak_mpu::{Member, testing::world};
 use merak_zero::{
     DynamicScaling, GlobalParams, LossScaling, OptimizerKind, ParamSpec, ZeroConfig, ZeroGroups,
@@ -101,21 +101,21 @@ fn an_overflow_on_one_rank_skips_the_step_on_all_and_all_scales_stay_the_same() 
         (16.0, Some("both")),
         (16.0, None),
     ];
-    for stage in [ZeroStage::Replicated, ZeroStage::OptimizerState] {
+    for stage in STAGES {
         let ranks = world(4, |member| {
             let mut optimizer = of_stage(&member, stage, dynamic(4, 2, 1));
-            let mut weights = vec![1.0_f32; 16];
-            let step = |step| {
+            let mut weights = held(&optimizer, &[1.0; 16]);
+            let take = |number| {
                 let before = weights.clone();
                 let mut grads = vec![optimizer.loss_scale() as f32; 16];
-                if let Some((place, value)) = bad(step, member.rank().0) {
+                if let Some((place, value)) = bad(number, member.rank().0) {
                     grads[place] = value;
                 }
-                let report = optimizer.step(&mut weights, &mut grads, 0.1).unwrap();
+                let report = step(&mut optimizer, &mut weights, grads, 0.1).unwrap();
                 assert_eq!(report.skipped.is_some(), weights == before);
                 (report.loss_scale.unwrap(), report.skipped)
             };
-            let steps: Vec<_> = (0..expected.len()).map(step).collect();
+            let steps: Vec<_> = (0..expected.len()).map(take).collect();
             assert_eq!(optimizer.progress().steps, 5);
             (steps, optimizer.scaler_state())
         });
