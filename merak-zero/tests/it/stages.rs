@@ -1,17 +1,15 @@
 //! All stages and one serial rank give the same bits.
 
 use crate::fixture::{
-    config, data_parallel, grads, held, len, lr, noises, params, reduced, serial, step, whole,
+    STAGES, config, data_parallel, grads, held, len, lr, noises, params, reduced, serial, step,
+    whole,
 };
-use merak_mpu::testing::world;
-use merak_zero::{ExchangeBytes, ZeroConfig, ZeroOptimizer, ZeroStage};
+use merak_mpu::{
+    Call, ReduceOp,
+    testing::{Moment, Record, world},
+};
+use merak_zero::{ExchangeBytes, NORM_BLOCK, ZeroConfig, ZeroOptimizer, ZeroStage};
 
-const STAGES: [ZeroStage; 4] = [
-    ZeroStage::Replicated,
-    ZeroStage::OptimizerState,
-    ZeroStage::Gradients,
-    ZeroStage::Parameters,
-];
 const STEPS: u64 = 3;
 
 /// Steps a data-parallel world; the weights of every rank.
@@ -55,6 +53,52 @@ fn bucket_sizes_and_threads_change_no_bit() {
             assert!(train(4, &config)[3] == expected, "{config:?}");
         }
     }
+}
+
+/// The elements that each of two ranks brings to every collective of a kind, in a step of stage 1
+/// with these most elements of a reduction and of a gathering.
+fn brought(reduce: usize, gather: usize, call: Call) -> Vec<Vec<usize>> {
+    let config = ZeroConfig {
+        reduce_bucket_size: reduce,
+        gather_bucket_size: gather,
+        ..config(ZeroStage::OptimizerState)
+    };
+    world(2, |member| {
+        let record = Record::default();
+        let mut optimizer = data_parallel(&record.of(&member), config.clone());
+        let mut weights = noises(1, len());
+        let grads = grads(0, member.rank().0);
+        step(&mut optimizer, &mut weights, grads, lr(0)).expect("no rank fails");
+        let events = record.take().into_iter();
+        let started = events.filter(|event| event.moment == Moment::Started);
+        let of_kind = started.filter(|event| event.call == call);
+        of_kind
+            .map(|event| event.bytes / size_of::<f32>())
+            .collect()
+    })
+}
+
+#[test]
+fn every_collective_keeps_to_the_size_of_its_buckets() {
+    let reduction = Call::ReduceScatter(ReduceOp::Sum);
+    let reductions = [1, 40_000, 1 << 20].map(|size| {
+        let brought = brought(size, 1 << 20, reduction);
+        for elements in &brought {
+            // A norm block is not cut.
+            assert!(elements.iter().all(|&n| n <= size.max(NORM_BLOCK)));
+            assert_eq!(elements.iter().sum::<usize>(), len());
+        }
+        brought[0].len()
+    });
+    assert!(reductions.is_sorted_by(|a, b| a > b), "{reductions:?}");
+    let gatherings = [3_001, 9_999, 1 << 20].map(|size| {
+        let brought = brought(1 << 20, size, Call::AllGather);
+        let elements = brought.concat();
+        assert!(elements.iter().all(|&own| own <= size / 2));
+        assert_eq!(elements.iter().sum::<usize>(), len());
+        brought[0].len()
+    });
+    assert!(gatherings.is_sorted_by(|a, b| a > b), "{gatherings:?}");
 }
 
 #[test]
