@@ -152,6 +152,34 @@ fn a_parameter_steps_by_its_own_share_of_the_learning_rate() {
     }
 }
 
+#[test]
+fn gradients_of_zero_have_a_norm_of_zero_and_move_nothing_that_does_not_decay() {
+    for optim in OptimizerKind::ALL {
+        world(1, |member| {
+            let specs = golden_specs().into_iter();
+            let specs: Vec<_> = specs.map(ParamSpec::without_decay).collect();
+            let groups = ZeroGroups {
+                data_sequence: alone(&member),
+                model: alone(&member),
+            };
+            let config = config(optim, ZeroStage::Replicated);
+            let mut optimizer =
+                ZeroOptimizer::new(specs.clone(), table(&specs), config, groups).unwrap();
+            let len = optimizer.layout().len();
+            let before: Vec<_> = (0..len).map(|i| noise(1, i)).collect();
+            let mut weights = before.clone();
+            for _ in 0..2 {
+                let mut grads = vec![0.0_f32; len];
+                let report = optimizer.step(&mut weights, &mut grads, LR).unwrap();
+                let numbers = [report.grad_norm, report.clip_factor].map(f64::to_bits);
+                assert_eq!(numbers, [0.0, 1.0].map(f64::to_bits), "{optim}");
+                assert_eq!(report.skipped, None, "{optim}");
+            }
+            assert_eq!(weights, before, "{optim}");
+        });
+    }
+}
+
 /// Each element is as near as 1e-5 of itself, or of the root mean square of all.
 fn assert_near(found: &[f32], expected: &[f32], place: &str) {
     assert_eq!(found.len(), expected.len(), "{place}");
