@@ -33,11 +33,11 @@ pub(crate) fn takes_what_its_stage_says(case: &Case, types: &[(&str, [[usize; 2]
     let elements = case.plan().graph.num_elements();
     let stages = (0..4).flat_map(|stage| types.iter().map(move |ty| (stage, ty)));
     for (stage, &(key, bytes)) in stages {
-        for replicas in [1, 2, 4] {
+        for replicas in [1, 2, 4, 8] {
             // One replica has all, as in stage 0.
             let [whole, divided] = bytes[if replicas == 1 { 0 } else { stage }];
-            let case = case.clone().on((replicas, 1, 1)).with_microbatches(4);
-            let case = case.with("zero_stage", stage);
+            let case = case.clone().on((replicas, 1, 1));
+            let case = case.with_microbatches(8).with("zero_stage", stage);
             let case = match key {
                 "" => case,
                 key => case.with(key, true),
