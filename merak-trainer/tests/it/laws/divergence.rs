@@ -142,7 +142,7 @@ fn a_resumed_run_goes_on_behind_the_skipped_data_bit_for_bit() {
 
 /// Images of which three in ten have a pixel that is no number.
 #[derive(Debug)]
-struct NotNumbers;
+pub(super) struct NotNumbers;
 
 impl Dataset for NotNumbers {
     fn len(&self) -> usize {

@@ -5,6 +5,7 @@ use merak_trainer::{
     data::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
 };
 
+use super::{divergence::NotNumbers, encoders::vit};
 use crate::support::{Case, Run, Tensors, Tokens, assert_close_tensors, assert_same_tensors};
 
 /// Samples in which no position has a label: the gradient is zero, so only decay moves a weight.
@@ -155,6 +156,50 @@ fn a_step_without_finite_gradients_leaves_weights_and_schedule_alone() {
                 after.iter().cloned().collect(),
             );
             assert_same_tensors(&after, &before, "skipped steps");
+        }
+    }
+}
+
+/// For each of twelve steps of every rank: why it was skipped, the bits of its learning rate, and
+/// whether the weights stayed.
+fn watched(case: &Case) -> Vec<Vec<(Option<String>, u64, bool)>> {
+    case.on_ranks(|trainer| {
+        let mut steps = Vec::new();
+        let mut before = trainer.parameters()?;
+        for _ in 0..12 {
+            let report = trainer.train_step()?;
+            let after = trainer.parameters()?;
+            steps.push((report.skipped, report.lr.to_bits(), after == before));
+            before = after;
+        }
+        Ok(steps)
+    })
+}
+
+#[test]
+fn a_replica_without_finite_gradients_skips_the_step_of_all_in_every_zero_stage() {
+    // Each replica has one of the two samples of a step.
+    let case = vit(0.0)
+        .with_data(NotNumbers)
+        .with("per_device_train_batch_size", 1)
+        .with_microbatches(2)
+        .with("warmup_steps", 0);
+    let alone = watched(&case).swap_remove(0);
+    let skipped = alone.iter().filter(|step| step.0.is_some()).count();
+    assert!(0 < skipped && skipped < alone.len(), "{alone:?}");
+    assert!(alone.iter().all(|step| step.0.is_some() == step.2));
+    for pair in alone.windows(2) {
+        // The schedule goes on with steps that were made.
+        assert_eq!(pair[0].1 == pair[1].1, pair[0].0.is_some(), "{alone:?}");
+    }
+    for stage in 0..=3 {
+        for bf16 in [false, true] {
+            let case = case.clone().with("zero_stage", stage).with("bf16", bf16);
+            for degrees in [(2, 1, 1), (2, 1, 2)] {
+                for steps in watched(&case.clone().on(degrees)) {
+                    assert_eq!(steps, alone, "stage {stage}, bf16 {bf16}, {degrees:?}");
+                }
+            }
         }
     }
 }

@@ -121,6 +121,11 @@ fn an_overflow_on_one_stage_skips_the_step_on_both_with_one_sequence_of_scales()
         scale *= if first.2.skipped.is_some() { 0.5 } else { 2.0 };
     }
     assert!(on_one_stage > 0, "{ranks:?}");
+    for pair in ranks[0].windows(2) {
+        let [before, after] = [&pair[0].2, &pair[1].2];
+        let is_same = before.lr.to_bits() == after.lr.to_bits();
+        assert_eq!(is_same, before.skipped.is_some(), "the schedule waits");
+    }
 }
 
 /// A case whose scale comes down from where gradients overflow, and rises again.
