@@ -3,7 +3,12 @@
 use std::{collections::BTreeSet, path::Path};
 
 use merak_ckpt::{Adapter, Checkpoint, GenerateOptions, Kind, Store};
-use merak_trainer::{MerakTrainer, Workload};
+use merak_mpu::{
+    Call, ReduceOp,
+    testing::{Moment, Record},
+    threads,
+};
+use merak_trainer::{MerakTrainer, Workload, run_on};
 use serde_json::{Value, json};
 
 use super::encoders;
@@ -192,6 +197,45 @@ fn a_rank_holds_what_the_plan_says_and_nothing_for_what_is_frozen() {
     let factors = 4 * (2 * 32 + 96 * 2);
     assert_eq!((gradients, optimizer), (4 * factors, 8 * factors));
     assert_eq!(weights, 4 * plan.graph.num_elements());
+}
+
+#[test]
+fn replicas_exchange_nothing_of_what_is_frozen() {
+    let folder = tempfile::tempdir().unwrap();
+    let lora = json!({ "target_modules": ["c_attn"], "r": 2 });
+    let case = Case::gpt2().with_lora(folder.path(), &lora);
+    let case = case.on((2, 1, 1)).with_microbatches(2);
+    // Four layers, 32 features, rank 2: A [2, 32], B [96, 2], in f32.
+    let factors = 4 * 4 * (2 * 32 + 96 * 2);
+    for stage in 1..=3 {
+        let case = case.clone().with("zero_stage", stage);
+        let plan = case.plan();
+        let members = threads::world(2, threads::WorldOptions::default());
+        let ranks = run_on(members, |member| {
+            let record = Record::default();
+            let mut trainer = case.trainer(&plan, record.of(&member))?;
+            record.take();
+            trainer.train_step()?;
+            Ok(record.take())
+        });
+        let events = ranks.expect("a healthy training").concat();
+        let bytes = |call: Call| -> usize {
+            let started = events.iter().filter(|e| e.moment == Moment::Started);
+            let of_call = started.filter(|e| e.group == "data_sequence" && e.call == call);
+            of_call.map(|event| event.bytes).sum()
+        };
+        // Each rank brings all gradients, and its part of the parameters.
+        let (reduced, gathered) = (
+            bytes(Call::ReduceScatter(ReduceOp::Sum)),
+            bytes(Call::AllGather),
+        );
+        assert_eq!(reduced, 2 * factors, "stage {stage}");
+        if stage == 3 {
+            assert!(gathered > 0 && gathered.is_multiple_of(factors));
+        } else {
+            assert_eq!(gathered, factors, "stage {stage}");
+        }
+    }
 }
 
 #[test]
