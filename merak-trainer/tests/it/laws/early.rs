@@ -1,9 +1,9 @@
-//! Gradients are reduced while the backward goes on, told by the order in which a rank starts its
-//! collectives.
+//! Gradients are reduced while the backward goes on, and parameters gathered while the forward
+//! does, told by the order in which a rank starts its collectives.
 
 use merak_mpu::{
     Call, ReduceOp,
-    testing::{Moment, Record},
+    testing::{Event, Moment, Record},
     threads,
 };
 use merak_trainer::run_on;
@@ -19,10 +19,8 @@ const BUCKETS: usize = 4;
 /// Elements of a bucket: the first one, which is complete last, has the embeddings and a layer.
 const BUCKET: usize = 10_000;
 
-/// For each microbatch of a step, the buckets whose reduction the first rank has started by the
-/// last tensor-parallel sum of its backward, which is that of the first layer; then those of the
-/// whole step.
-fn started(stage: u8) -> Vec<usize> {
+/// What happens to the collectives of the first rank in its second step.
+fn recorded(stage: u8) -> Vec<Event> {
     let case = Case::gpt2()
         .with_tied(false)
         .with_microbatches(2 * MICROBATCHES)
@@ -39,7 +37,14 @@ fn started(stage: u8) -> Vec<usize> {
         trainer.train_step()?;
         Ok(record.take())
     });
-    let events = ranks.expect("a healthy training").swap_remove(0);
+    ranks.expect("a healthy training").swap_remove(0)
+}
+
+/// For each microbatch of a step, the buckets whose reduction the first rank has started by the
+/// last tensor-parallel sum of its backward, which is that of the first layer; then those of the
+/// whole step.
+fn started(stage: u8) -> Vec<usize> {
+    let events = recorded(stage);
     let reduction = match stage {
         0 => Call::AllReduce(ReduceOp::Sum),
         _ => Call::ReduceScatter(ReduceOp::Sum),
@@ -81,4 +86,23 @@ fn divided_gradients_are_reduced_before_the_backward_of_each_microbatch_ends() {
         let expected = [&before[..], &[MICROBATCHES * BUCKETS]].concat();
         assert_eq!(started(stage), expected, "stage {stage}");
     }
+}
+
+#[test]
+fn each_bucket_of_divided_parameters_is_on_its_way_while_layers_before_it_run() {
+    let (mut sums, mut begun, mut ended) = (0_usize, Vec::new(), Vec::new());
+    for event in recorded(3) {
+        let gathers = event.group == "data_sequence" && event.call == Call::AllGather;
+        match event.moment {
+            Moment::Started if event.group == "tensor" => sums += 1,
+            Moment::Started if gathers => begun.push(sums),
+            Moment::Ended if gathers => ended.push(sums),
+            _ => {}
+        }
+    }
+    // The first forward gathers each bucket once, in order; the first one has nothing before it.
+    let within = begun.iter().zip(&ended).map(|(begun, ended)| ended - begun);
+    let within: Vec<usize> = within.take(BUCKETS).collect();
+    assert_eq!(within[0], 0, "{within:?}");
+    assert!(within[1..].iter().all(|&sums| sums > 0), "{within:?}");
 }
