@@ -414,6 +414,86 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        config::{CheckedArguments, Config},
+        plan::{Plan, PlanInputs},
+        stage::RankStages,
+    };
+    use merak_mpu::{Mpu, threads};
+    use merak_trace::{ParamId, models};
+    use std::error::Error;
+
+    type Outcome<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
+
+    /// A model on two replicas of stage 3, with a bucket for each parameter. A forward reads every
+    /// parameter once.
+    fn divided(bf16: bool) -> (Arc<Plan>, CheckedArguments) {
+        let line = [
+            "--dp=2".to_owned(),
+            "--zero_stage=3".to_owned(),
+            "--zero_reduce_bucket_size=1".to_owned(),
+            format!("--bf16={bf16}"),
+        ];
+        let args = Config::load(None, [], &line).unwrap().check().unwrap();
+        let model = models::from_config(&serde_json::json!({
+            "model_type": "gpt2", "vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2,
+            "tie_word_embeddings": false,
+        }));
+        let inputs = PlanInputs::read(model.unwrap().into(), &args).unwrap();
+        (Arc::new(Plan::new(&inputs, &args).unwrap()), args)
+    }
+
+    /// Samples the live bytes of a rank whose weights have elements of `width` bytes, at every read
+    /// of two forwards and a backward.
+    fn sample(rank: &RankStages, width: usize) -> Outcome<()> {
+        let (stage, memory) = (&rank.stages[0], rank.backend.memory());
+        let program = stage.interpreter.program();
+        let bytes_of = |param: &Param| width * param.local.numel();
+        let bytes = |param: ParamId| bytes_of(&program.params()[param.index()]);
+        let resident = memory.live_bytes();
+        let live = || memory.live_bytes() - resident;
+        let reads = program.param_reads(&[Phase::Forward]);
+        assert_eq!(reads.len(), program.params().len());
+        for _ in 0..2 {
+            stage.values.begin(&[Phase::Forward])?;
+            for (at, &param) in reads.iter().enumerate() {
+                let value = stage.values.value(param.index())?;
+                assert_eq!(live(), bytes(param));
+                drop(value);
+                // The last bucket stays, since the next pass may begin with it.
+                let is_last = at + 1 == reads.len();
+                assert_eq!(live(), if is_last { bytes(param) } else { 0 });
+            }
+        }
+        let backward = [
+            Phase::Recompute,
+            Phase::BackwardInput,
+            Phase::BackwardWeight,
+        ];
+        let largest = program.params().iter().map(bytes_of).max().unwrap_or(0);
+        stage.values.begin(&backward)?;
+        for param in program.param_reads(&backward) {
+            let value = stage.values.value(param.index())?;
+            // One that is read again soon stays beside it.
+            assert!(live() <= bytes(param) + largest);
+            drop(value);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn the_live_bytes_of_a_pass_are_those_of_the_bucket_that_it_reads_in_each_type() {
+        for (bf16, width) in [(false, 4), (true, 2)] {
+            let (plan, args) = divided(bf16);
+            let options = threads::WorldOptions::default();
+            let ran = threads::run(2, options, |member| -> Outcome<()> {
+                let mpu = Arc::new(Mpu::new(member, plan.draft.degrees)?);
+                let rank = RankStages::new(Arc::clone(&plan), mpu, &args, 1, None)?;
+                sample(&rank, width)
+            });
+            ran.unwrap();
+        }
+    }
 
     #[test]
     fn a_pass_fetches_the_next_bucket_meanwhile_and_frees_one_that_it_does_not_need_soon() {
