@@ -7,6 +7,7 @@ use crate::{
     error::{Error, Result},
     machine::{free_addresses, memory_bytes, product_addresses},
     plan::{Forward, ParamGroups, Plan, kept_bytes, param_bytes, value_width},
+    stage::MOST_BUCKETS,
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::{ForwardBytes, cached_bytes, forward_bytes};
@@ -38,8 +39,9 @@ pub struct MemoryNeed {
     /// Optimizer state and masters that lie in files, no part of the sum: the system keeps of them
     /// in memory what there is room for.
     pub files: usize,
-    /// Copies of buckets of gradients and parameters on their way between replicas: what they take
-    /// at most, no part of the sum. A trainer reports those of gradients that there were at once.
+    /// Copies of buckets of gradients and parameters on their way between replicas, and gathered
+    /// buckets of parameters that replicas divide: what they take at most, no part of the sum. A
+    /// trainer reports those of gradients that there were at once.
     pub exchange: usize,
     /// Their gradients, with one more for each further use of a tied parameter.
     pub gradients: usize,
@@ -255,7 +257,13 @@ impl Plan {
         let bytes = args
             .zero_config(1)
             .exchange_bytes(specs.collect(), args.replicas())?;
-        Ok(bytes.sums.saturating_add(bytes.gathers))
+        let all = programs.sums().trained_bytes;
+        let bucket = bytes.weight_bucket;
+        let weights = bucket.saturating_mul(MOST_BUCKETS);
+        // All of them, and a copy of the rank's part of one.
+        let weights = weights.min(all.saturating_add(bucket));
+        let exchange = [bytes.sums, bytes.gathers, weights].into_iter();
+        Ok(exchange.fold(0, usize::saturating_add))
     }
 
     /// The state and masters that a rank keeps in files.

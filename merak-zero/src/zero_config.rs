@@ -210,6 +210,9 @@ pub struct ExchangeBytes {
     pub sums: usize,
     /// Parameters that other ranks have stepped, under way and received, beside this rank's part.
     pub gathers: usize,
+    /// The largest bucket of weights that come and go, in stage 3, gathered in their type. How many
+    /// of them a rank has at once is up to those who read them.
+    pub weight_bucket: usize,
 }
 
 impl ZeroConfig {
@@ -248,6 +251,13 @@ impl ZeroConfig {
         };
         let gathers = self.divides_from(ZeroStage::OptimizerState, replicas)
             && !self.divides_from(self.params_divided_from(), replicas);
+        let weight = if self.element_bytes(replicas).weight_ranks == 1 {
+            0
+        } else if self.has_masters {
+            size_of::<u16>()
+        } else {
+            size_of::<f32>()
+        };
         let piece = (self.gather_bucket_size / replicas).max(1);
         let gathered = largest.min(piece.saturating_mul(replicas));
         Ok(ExchangeBytes {
@@ -257,6 +267,7 @@ impl ZeroConfig {
             } else {
                 0
             },
+            weight_bucket: largest.saturating_mul(weight),
         })
     }
 }

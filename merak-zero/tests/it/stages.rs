@@ -180,6 +180,20 @@ fn copies_of_gradients_on_their_way_take_no_more_than_foretold() {
             );
             let gathers = [ZeroStage::OptimizerState, ZeroStage::Gradients].contains(&stage);
             assert_eq!(foretold.gathers > 0, gathers, "{stage:?}");
+            if bucket > len() {
+                let weights = if stage == ZeroStage::Parameters {
+                    4 * len()
+                } else {
+                    0
+                };
+                assert_eq!(foretold.weight_bucket, weights, "{stage:?}");
+                let masters = ZeroConfig {
+                    has_masters: true,
+                    ..config.clone()
+                };
+                let foretold = masters.exchange_bytes(params(), 2).unwrap();
+                assert_eq!(2 * foretold.weight_bucket, weights, "{stage:?}");
+            }
             assert_eq!(
                 config.exchange_bytes(params(), 1).unwrap(),
                 ExchangeBytes::default()
