@@ -2,63 +2,47 @@
 
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::str::FromStr;
 
-/// The element type of a stored tensor.
-///
-/// The names are those of `merak_mpu::DType` where both have the type, so a caller converts by
-/// name: `"bf16".parse::<DType>()`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum DType {
-    /// 64-bit float.
-    F64,
-    /// 32-bit float.
-    F32,
-    /// 16-bit brain float.
-    BF16,
-    /// 16-bit IEEE float.
-    F16,
-    /// 64-bit signed integer.
-    I64,
-    /// 32-bit signed integer.
-    I32,
-    /// 16-bit signed integer.
-    I16,
-    /// 8-bit signed integer.
-    I8,
-    /// 64-bit unsigned integer.
-    U64,
-    /// 32-bit unsigned integer.
-    U32,
-    /// 16-bit unsigned integer.
-    U16,
-    /// 8-bit unsigned integer.
-    U8,
-    /// One byte, 0 or 1.
-    Bool,
+merak_mpu::named_enum! {
+    /// The element type of a stored tensor.
+    ///
+    /// The names are those of `merak_mpu::DType` where both have the type, so a caller converts by
+    /// name: `"bf16".parse::<DType>()`.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    #[non_exhaustive]
+    pub enum DType {
+        /// 64-bit float.
+        F64 = "f64",
+        /// 32-bit float.
+        F32 = "f32",
+        /// 16-bit brain float.
+        BF16 = "bf16",
+        /// 16-bit IEEE float.
+        F16 = "f16",
+        /// 64-bit signed integer.
+        I64 = "i64",
+        /// 32-bit signed integer.
+        I32 = "i32",
+        /// 16-bit signed integer.
+        I16 = "i16",
+        /// 8-bit signed integer.
+        I8 = "i8",
+        /// 64-bit unsigned integer.
+        U64 = "u64",
+        /// 32-bit unsigned integer.
+        U32 = "u32",
+        /// 16-bit unsigned integer.
+        U16 = "u16",
+        /// 8-bit unsigned integer.
+        U8 = "u8",
+        /// One byte, 0 or 1.
+        Bool = "bool",
+    }
 }
 
 impl DType {
-    /// Every element type.
-    pub const ALL: [Self; 13] = [
-        Self::F64,
-        Self::F32,
-        Self::BF16,
-        Self::F16,
-        Self::I64,
-        Self::I32,
-        Self::I16,
-        Self::I8,
-        Self::U64,
-        Self::U32,
-        Self::U16,
-        Self::U8,
-        Self::Bool,
-    ];
-
     /// Bytes of one element.
     pub const fn size_bytes(self) -> usize {
         match self {
@@ -66,25 +50,6 @@ impl DType {
             Self::F32 | Self::I32 | Self::U32 => 4,
             Self::BF16 | Self::F16 | Self::I16 | Self::U16 => 2,
             Self::I8 | Self::U8 | Self::Bool => 1,
-        }
-    }
-
-    /// The lower-case name, as in `f32`.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::F64 => "f64",
-            Self::F32 => "f32",
-            Self::BF16 => "bf16",
-            Self::F16 => "f16",
-            Self::I64 => "i64",
-            Self::I32 => "i32",
-            Self::I16 => "i16",
-            Self::I8 => "i8",
-            Self::U64 => "u64",
-            Self::U32 => "u32",
-            Self::U16 => "u16",
-            Self::U8 => "u8",
-            Self::Bool => "bool",
         }
     }
 
@@ -166,16 +131,11 @@ fn to_odd(value: f64) -> f32 {
     f32::from_bits(if is_beyond { bits - 1 } else { bits + 1 })
 }
 
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.as_str())
-    }
-}
-
 /// A name that is no [`DType`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "unknown element type `{found}`, expected one of f64, f32, bf16, f16, i64, i32, i16, i8, u64, u32, u16, u8, bool"
+    "unknown element type `{found}`, expected one of {}",
+    DType::ALL.map(DType::as_str).join(", ")
 )]
 pub struct UnknownDType {
     /// The name.
@@ -186,12 +146,9 @@ impl FromStr for DType {
     type Err = UnknownDType;
 
     fn from_str(text: &str) -> Result<Self, UnknownDType> {
-        Self::ALL
-            .into_iter()
-            .find(|dtype| dtype.as_str() == text)
-            .ok_or_else(|| UnknownDType {
-                found: text.to_owned(),
-            })
+        Self::from_name(text).ok_or_else(|| UnknownDType {
+            found: text.to_owned(),
+        })
     }
 }
 

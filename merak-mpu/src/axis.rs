@@ -1,36 +1,24 @@
 //! The four axes along which work is split, and places on them.
 
 use serde::{Deserialize, Serialize};
-use std::fmt;
 
-/// A direction of the rank mesh, slowest first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Axis {
-    /// Stages of the model.
-    Pipeline,
-    /// Replicas that see different samples.
-    Data,
-    /// Parts of one sample.
-    Sequence,
-    /// Parts of one layer; neighbours in rank.
-    Tensor,
+crate::named_enum! {
+    /// A direction of the rank mesh, slowest first.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum Axis {
+        /// Stages of the model.
+        Pipeline = "pipeline",
+        /// Replicas that see different samples.
+        Data = "data",
+        /// Parts of one sample.
+        Sequence = "sequence",
+        /// Parts of one layer; neighbours in rank.
+        Tensor = "tensor",
+    }
 }
 
 impl Axis {
-    /// All axes, slowest first.
-    pub const ALL: [Self; 4] = [Self::Pipeline, Self::Data, Self::Sequence, Self::Tensor];
-
-    /// The name of the axis, as in `pipeline`.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Pipeline => "pipeline",
-            Self::Data => "data",
-            Self::Sequence => "sequence",
-            Self::Tensor => "tensor",
-        }
-    }
-
     /// The name of the degree along the axis, as in `pp`.
     pub const fn degree_name(self) -> &'static str {
         match self {
@@ -39,12 +27,6 @@ impl Axis {
             Self::Sequence => "sp",
             Self::Tensor => "tp",
         }
-    }
-}
-
-impl fmt::Display for Axis {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
     }
 }
 

@@ -4,38 +4,29 @@ use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The element type of a buffer or a tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DType {
-    /// 64-bit float.
-    F64,
-    /// 32-bit float.
-    F32,
-    /// 16-bit brain float.
-    BF16,
-    /// 16-bit IEEE float.
-    F16,
-    /// 64-bit signed integer.
-    I64,
-    /// 32-bit unsigned integer.
-    U32,
-    /// 8-bit unsigned integer.
-    U8,
+crate::named_enum! {
+    /// The element type of a buffer or a tensor.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum DType {
+        /// 64-bit float.
+        F64 = "f64",
+        /// 32-bit float.
+        F32 = "f32",
+        /// 16-bit brain float.
+        BF16 = "bf16",
+        /// 16-bit IEEE float.
+        F16 = "f16",
+        /// 64-bit signed integer.
+        I64 = "i64",
+        /// 32-bit unsigned integer.
+        U32 = "u32",
+        /// 8-bit unsigned integer.
+        U8 = "u8",
+    }
 }
 
 impl DType {
-    /// Every element type, widest float first.
-    pub const ALL: [Self; 7] = [
-        Self::F64,
-        Self::F32,
-        Self::BF16,
-        Self::F16,
-        Self::I64,
-        Self::U32,
-        Self::U8,
-    ];
-
     /// Bytes of one element.
     pub const fn size_bytes(self) -> usize {
         match self {
@@ -59,25 +50,6 @@ impl DType {
     /// Whether the elements are floating-point numbers.
     pub const fn is_float(self) -> bool {
         matches!(self, Self::F64 | Self::F32 | Self::BF16 | Self::F16)
-    }
-
-    /// The lower-case name, as in `f32`.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::F64 => "f64",
-            Self::F32 => "f32",
-            Self::BF16 => "bf16",
-            Self::F16 => "f16",
-            Self::I64 => "i64",
-            Self::U32 => "u32",
-            Self::U8 => "u8",
-        }
-    }
-}
-
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
     }
 }
 

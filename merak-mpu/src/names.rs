@@ -1,4 +1,5 @@
-//! The name that a mistyped one means, for the errors of every crate.
+//! Names that users write: enums of them, and what a mistyped one means, for the errors of every
+//! crate.
 
 /// Names with fewer characters are no abbreviation.
 const SHORTEST_ABBREVIATION: usize = 3;
@@ -51,6 +52,62 @@ pub fn closest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) ->
 /// ```
 pub fn did_you_mean(nearest: Option<&str>) -> String {
     nearest.map_or_else(String::new, |name| format!("; did you mean \"{name}\"?"))
+}
+
+/// Declares an enum whose variants have names that users write: each name stands once, beside its
+/// variant. The enum is `Copy`, and gets `ALL`, `as_str`, `from_name` and `Display`.
+///
+/// ```
+/// merak_mpu::named_enum! {
+///     /// How ranks share a sequence.
+///     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+///     pub enum Method {
+///         /// By heads.
+///         Ulysses = "ulysses",
+///         /// All keys and values on each rank.
+///         AllGather = "all_gather",
+///     }
+/// }
+/// assert_eq!(Method::ALL.map(Method::as_str), ["ulysses", "all_gather"]);
+/// assert_eq!(Method::from_name("all_gather"), Some(Method::AllGather));
+/// assert_eq!(format!("{:>8}", Method::Ulysses), " ulysses");
+/// ```
+#[macro_export]
+macro_rules! named_enum {
+    (
+        $(#[$meta:meta])*
+        $vis:vis enum $enum:ident {
+            $( $(#[$variant_meta:meta])* $variant:ident = $name:literal, )+
+        }
+    ) => {
+        $(#[$meta])*
+        $vis enum $enum {
+            $( $(#[$variant_meta])* $variant, )+
+        }
+
+        impl $enum {
+            /// Each of them, in the order of their declaration.
+            $vis const ALL: [Self; [$($name),+].len()] = [$(Self::$variant),+];
+
+            /// The name that users write.
+            $vis const fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name,)+
+                }
+            }
+
+            /// The one with this name.
+            $vis fn from_name(name: &str) -> Option<Self> {
+                Self::ALL.into_iter().find(|one| one.as_str() == name)
+            }
+        }
+
+        impl ::std::fmt::Display for $enum {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                f.pad(self.as_str())
+            }
+        }
+    };
 }
 
 /// The candidate that is most similar to a name in lower case, the first one on ties, and how

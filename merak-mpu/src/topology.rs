@@ -1,61 +1,49 @@
 //! Where each rank lies on the four axes, and which ranks form a group.
 
 use crate::{Axis, Coord, Degrees, Error, Rank, Result};
-use std::fmt;
 
-/// A kind of group: its instances cover the world, and each rank is in one of them.
-///
-/// | kind | varies | used for |
-/// |---|---|---|
-/// | `Tensor` | tp | collectives within a layer |
-/// | `Sequence` | sp | all-to-all of attention |
-/// | `Data` | dp | sharding of samples |
-/// | `Pipeline` | pp | sends between stages, broadcast of the loss |
-/// | `DataSequence` | dp, sp | gradient reduction, ZeRO, evaluation sums |
-/// | `SequenceTensor` | sp, tp | turns at computing of ranks that wait for each other in a pass |
-/// | `Model` | tp, pp | global norm, overflow |
-/// | `Replica` | tp, pp, sp | generated tokens, stop flags |
-/// | `Stage` | tp, dp, sp | turns at computing where replicas wait for each other |
-/// | `World` | all | start, checkpoints |
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum GroupKind {
-    /// Ranks that share each layer.
-    Tensor,
-    /// Ranks that share each sample.
-    Sequence,
-    /// Ranks that hold the same slice and see other samples.
-    Data,
-    /// One rank of each stage.
-    Pipeline,
-    /// Ranks that hold the same parameters.
-    DataSequence,
-    /// Ranks that share the work on a stage's samples.
-    SequenceTensor,
-    /// Ranks that hold different parameters of one model.
-    Model,
-    /// All ranks that work on the same samples.
-    Replica,
-    /// All ranks of the same stage.
-    Stage,
-    /// All ranks.
-    World,
+crate::named_enum! {
+    /// A kind of group: its instances cover the world, and each rank is in one of them. Every rank
+    /// creates the kinds in this order.
+    ///
+    /// | kind | varies | used for |
+    /// |---|---|---|
+    /// | `Tensor` | tp | collectives within a layer |
+    /// | `Sequence` | sp | all-to-all of attention |
+    /// | `Data` | dp | sharding of samples |
+    /// | `Pipeline` | pp | sends between stages, broadcast of the loss |
+    /// | `DataSequence` | dp, sp | gradient reduction, ZeRO, evaluation sums |
+    /// | `SequenceTensor` | sp, tp | turns at computing where ranks wait for each other in a pass |
+    /// | `Model` | tp, pp | global norm, overflow |
+    /// | `Replica` | tp, pp, sp | generated tokens, stop flags |
+    /// | `Stage` | tp, dp, sp | turns at computing where replicas wait for each other |
+    /// | `World` | all | start, checkpoints |
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub enum GroupKind {
+        /// Ranks that share each layer.
+        Tensor = "tensor",
+        /// Ranks that share each sample.
+        Sequence = "sequence",
+        /// Ranks that hold the same slice and see other samples.
+        Data = "data",
+        /// One rank of each stage.
+        Pipeline = "pipeline",
+        /// Ranks that hold the same parameters.
+        DataSequence = "data_sequence",
+        /// Ranks that share the work on a stage's samples.
+        SequenceTensor = "sequence_tensor",
+        /// Ranks that hold different parameters of one model.
+        Model = "model",
+        /// All ranks that work on the same samples.
+        Replica = "replica",
+        /// All ranks of the same stage.
+        Stage = "stage",
+        /// All ranks.
+        World = "world",
+    }
 }
 
 impl GroupKind {
-    /// All kinds, in the order in which every rank creates them.
-    pub const ALL: [Self; 10] = [
-        Self::Tensor,
-        Self::Sequence,
-        Self::Data,
-        Self::Pipeline,
-        Self::DataSequence,
-        Self::SequenceTensor,
-        Self::Model,
-        Self::Replica,
-        Self::Stage,
-        Self::World,
-    ];
-
     /// The axes along which members of one group differ.
     pub const fn varies(self) -> &'static [Axis] {
         match self {
@@ -70,28 +58,6 @@ impl GroupKind {
             Self::Stage => &[Axis::Data, Axis::Sequence, Axis::Tensor],
             Self::World => &Axis::ALL,
         }
-    }
-
-    /// The name that messages use, as in `data_sequence`.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Tensor => "tensor",
-            Self::Sequence => "sequence",
-            Self::Data => "data",
-            Self::Pipeline => "pipeline",
-            Self::DataSequence => "data_sequence",
-            Self::SequenceTensor => "sequence_tensor",
-            Self::Model => "model",
-            Self::Replica => "replica",
-            Self::Stage => "stage",
-            Self::World => "world",
-        }
-    }
-}
-
-impl fmt::Display for GroupKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
     }
 }
 

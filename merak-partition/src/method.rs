@@ -3,41 +3,19 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The method that cuts a graph into segments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum SplitMethod {
-    /// Where one value crosses, as far on as a budget of parameters allows.
-    #[default]
-    FarthestMinDeps,
-    /// Wherever the number of crossing values is lowest in its neighbourhood.
-    NearestMinDeps,
-    /// Before each layer, by module path.
-    LayerSplit,
-}
-
-impl SplitMethod {
-    /// Every method.
-    pub const ALL: [Self; 3] = [
-        Self::FarthestMinDeps,
-        Self::NearestMinDeps,
-        Self::LayerSplit,
-    ];
-
-    /// The name that users write.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::FarthestMinDeps => "farthest_min_deps",
-            Self::NearestMinDeps => "nearest_min_deps",
-            Self::LayerSplit => "layer_split",
-        }
-    }
-}
-
-impl fmt::Display for SplitMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.as_str())
+merak_mpu::named_enum! {
+    /// The method that cuts a graph into segments.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    #[non_exhaustive]
+    pub enum SplitMethod {
+        /// Where one value crosses, as far on as a budget of parameters allows.
+        #[default]
+        FarthestMinDeps = "farthest_min_deps",
+        /// Wherever the number of crossing values is lowest in its neighbourhood.
+        NearestMinDeps = "nearest_min_deps",
+        /// Before each layer, by module path.
+        LayerSplit = "layer_split",
     }
 }
 
@@ -80,54 +58,28 @@ impl fmt::Display for StageMethod {
     }
 }
 
-/// Which rule gives the segments to the pipeline stages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PartitionMethod {
-    /// Equal counts of segments; the first stages take the remainder.
-    Uniform,
-    /// Equal counts of segments; the first stage never takes an extra one.
-    UniformFloor,
-    /// Smallest possible maximum of parameters per stage.
-    Parameters,
-    /// Boundaries that are given.
-    Custom,
-    /// Shortest simulated step of the schedule, by moves around the stage with the most work.
-    Autopipe,
-    /// Shortest simulated step of the schedule, by trying every partition that may be the best.
-    Exact,
+merak_mpu::named_enum! {
+    /// Which rule gives the segments to the pipeline stages.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum PartitionMethod {
+        /// Equal counts of segments; the first stages take the remainder.
+        Uniform = "uniform",
+        /// Equal counts of segments; the first stage never takes an extra one.
+        UniformFloor = "uniform_floor",
+        /// Smallest possible maximum of parameters per stage.
+        Parameters = "parameters",
+        /// Boundaries that are given.
+        Custom = "custom",
+        /// Shortest simulated step of the schedule, by moves around the stage with the most work.
+        Autopipe = "autopipe",
+        /// Shortest simulated step of the schedule, by trying every partition that may be the best.
+        Exact = "exact",
+    }
 }
 
 impl PartitionMethod {
-    /// Every rule.
-    pub const ALL: [Self; 6] = [
-        Self::Uniform,
-        Self::UniformFloor,
-        Self::Parameters,
-        Self::Custom,
-        Self::Autopipe,
-        Self::Exact,
-    ];
-
-    /// The name that users write.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Uniform => "uniform",
-            Self::UniformFloor => "uniform_floor",
-            Self::Parameters => "parameters",
-            Self::Custom => "custom",
-            Self::Autopipe => "autopipe",
-            Self::Exact => "exact",
-        }
-    }
-
     /// Whether it searches, by the costs of segments.
     pub const fn searches(self) -> bool {
         matches!(self, Self::Autopipe | Self::Exact)
-    }
-}
-
-impl fmt::Display for PartitionMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.as_str())
     }
 }

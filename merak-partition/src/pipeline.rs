@@ -17,7 +17,7 @@ use crate::{
 };
 use merak_pipe::{Action, Auto, Schedule, ScheduleKind, Size};
 use merak_trace::{Graph, RecomputePlan, StageCuts, StageProgram, TiedParam};
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 /// The order of the work on each rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,6 +26,46 @@ pub enum ScheduleChoice {
     Named(ScheduleKind),
     /// The shortest that a search finds for the costs of the stages.
     Searched,
+}
+
+impl ScheduleChoice {
+    /// Every choice of a training.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let kinds = ScheduleKind::ALL.into_iter();
+        let training = kinds.filter(|kind| kind.is_training());
+        training.map(Self::Named).chain([Self::Searched])
+    }
+
+    /// The name that users write.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Named(kind) => kind.as_str(),
+            Self::Searched => "auto",
+        }
+    }
+
+    /// The choice of a training with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        if name == Self::Searched.as_str() {
+            return Some(Self::Searched);
+        }
+        let kind: ScheduleKind = name.parse().ok()?;
+        kind.is_training().then_some(Self::Named(kind))
+    }
+
+    /// The stages per rank that it prescribes.
+    pub fn fixed_chunks(self) -> Option<usize> {
+        match self {
+            Self::Named(kind) => kind.fixed_chunks(),
+            Self::Searched => None,
+        }
+    }
+}
+
+impl fmt::Display for ScheduleChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
 }
 
 /// The rule that gives segments to stages.

@@ -23,28 +23,32 @@ pub enum Sequence {
     },
 }
 
-/// How the attentions of a cut sequence see what other ranks have.
-///
-/// Under a causal mask, later queries see more keys. Where ranks keep their queries, and twice
-/// their number `N` divides the sequence (the second dimension), the sequence is cut into `2N`
-/// slices: rank `r` has the `r`-th from the beginning and the `r`-th from the end. All ranks do the
-/// same work then.
-///
-/// Attentions with a table of biases, or with keys of another length, share out their heads by
-/// every method.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum SequenceMethod {
-    /// The heads are shared out between an all-to-all before and one after each attention ([Jacobs
-    /// et al. 2023](https://arxiv.org/abs/2309.14509)): at most as many ranks as heads.
-    #[default]
-    Ulysses,
-    /// Each rank gathers the keys and values of all positions for the queries of its own ([Dubey et
-    /// al. 2024](https://arxiv.org/abs/2407.21783), section 3.3.2): any number of ranks.
-    AllGather,
-    /// Keys and values go round the ranks, each of which meets them with the queries of its own
-    /// ([Liu et al. 2023](https://arxiv.org/abs/2310.01889)): any number of ranks, which compute
-    /// with the keys of one at a time.
-    Ring,
+merak_trace::named_enum! {
+    /// How the attentions of a cut sequence see what other ranks have.
+    ///
+    /// Under a causal mask, later queries see more keys. Where ranks keep their queries, and twice
+    /// their number `N` divides the sequence (the second dimension), the sequence is cut into `2N`
+    /// slices: rank `r` has the `r`-th from the beginning and the `r`-th from the end. All ranks do
+    /// the same work then.
+    ///
+    /// Attentions with a table of biases, or with keys of another length, share out their heads by
+    /// every method.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    pub enum SequenceMethod {
+        /// The heads are shared out between an all-to-all before and one after each attention
+        /// ([Jacobs et al. 2023](https://arxiv.org/abs/2309.14509)): at most as many ranks as
+        /// heads.
+        #[default]
+        Ulysses = "ulysses",
+        /// Each rank gathers the keys and values of all positions for the queries of its own
+        /// ([Dubey et al. 2024](https://arxiv.org/abs/2407.21783), section 3.3.2): any number of
+        /// ranks.
+        AllGather = "all_gather",
+        /// Keys and values go round the ranks, each of which meets them with the queries of its own
+        /// ([Liu et al. 2023](https://arxiv.org/abs/2310.01889)): any number of ranks, which
+        /// compute with the keys of one at a time.
+        Ring = "ring",
+    }
 }
 
 /// The layers that are split, the ranks that share them, and the values between the split regions.

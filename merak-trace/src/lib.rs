@@ -132,7 +132,7 @@ pub use interpreter::{
 pub use kernels::{Factor, Threads, Units, multiply, take_product_scratch};
 #[cfg(feature = "cpu")]
 pub use materialise::{each_initial_values, initial_values};
-pub use merak_mpu::{Axis, Coord, DType};
+pub use merak_mpu::{Axis, Coord, DType, named_enum};
 pub use op::Op;
 pub use param::{Beside, Init, Param, ParamRole};
 pub use placement::{LocalBox, Placement, Placements, Shard};

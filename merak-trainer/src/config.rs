@@ -25,7 +25,6 @@ mod nearest;
 mod origin;
 mod range;
 mod reserved;
-mod schedule;
 mod setting;
 mod special;
 mod strict;
@@ -47,8 +46,8 @@ use self::nearest::nearest_key;
 pub use self::{
     checked::CheckedArguments,
     choice::{
-        BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, HalfPrecision,
-        Offload, RecomputeMode, ReportTo, SpMethod, TraceMethod,
+        BackendChoice, CostSource, DataFormat, Device, HalfPrecision, Offload, RecomputeMode,
+        ReportTo, TraceMethod,
     },
     help::{key_help, key_page},
     inputs::{InputPaths, Mixture, MixturePart},
@@ -61,7 +60,6 @@ pub use self::{
     lists::{SplitRatio, WeightSlice},
     origin::Origin,
     range::Range,
-    schedule::TrainSchedule,
     setting::InputPath,
     special::{
         AdapterName, Boundaries, EarlyStop, LrScales, MetricName, Ratios, SeqLength, Temperature,

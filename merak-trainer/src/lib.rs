@@ -88,12 +88,11 @@ mod world;
 
 pub use config::{
     AdapterName, AutopipeArguments, BackendChoice, Boundaries, CheckedArguments, ComputeArguments,
-    ComputeUnits, Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments,
-    EarlyStop, EngineChoice, Given, HalfPrecision, InputPath, InputPaths, Key, LrScales,
-    MerakArguments, MetricName, Mixture, MixturePart, ModelArguments, Offload, Origin, Range,
-    Ratios, RecomputeMode, ReportTo, SeqLength, SpMethod, SplitRatio, Temperature, TemplateSource,
-    ThreadsPerRank, TokenIds, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule,
-    VARIABLES, WeightSlice, key_help, key_page, keys,
+    Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments, EarlyStop, Given,
+    HalfPrecision, InputPath, InputPaths, Key, LrScales, MerakArguments, MetricName, Mixture,
+    MixturePart, ModelArguments, Offload, Origin, Range, Ratios, RecomputeMode, ReportTo,
+    SeqLength, SplitRatio, Temperature, TemplateSource, ThreadsPerRank, TokenIds, TokenizerSource,
+    TpLayerListArguments, TraceMethod, VARIABLES, WeightSlice, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{

@@ -14,14 +14,14 @@ pub use merak_partition::{FasterSchedule, Prediction, StageTimes};
 pub use outputs::ForwardOutput;
 
 use crate::{
-    config::{CheckedArguments, Offload, RecomputeMode, TrainSchedule},
+    config::{CheckedArguments, Offload, RecomputeMode},
     error::{ConfigError, Error, PlanError, Result},
 };
 use draft::with_adapter;
 use merak_ckpt::LoraConfig;
 use merak_partition::{
     Counted, Layout, ParamBytes, PartitionMethod, PartitionReport, Pipeline, PipelineOptions,
-    Recompute, RecomputeOp, ScheduleChoice, Share, StageMethod, StepCosts, ValueWidth,
+    Recompute, RecomputeOp, Share, StageMethod, StepCosts, ValueWidth,
 };
 use merak_tp::{Options, Sequence, rewrite_with};
 use merak_trace::{
@@ -328,10 +328,7 @@ fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
     Ok(PipelineOptions {
         size: args.pipeline_size(),
         virtual_stages: args.virtual_stages,
-        schedule: match args.train_schedule {
-            TrainSchedule::Named(kind) => ScheduleChoice::Named(kind),
-            TrainSchedule::Auto => ScheduleChoice::Searched,
-        },
+        schedule: args.train_schedule,
         layout: match args.partition_method {
             PartitionMethod::Uniform => method(StageMethod::Uniform),
             PartitionMethod::UniformFloor => method(StageMethod::UniformFloor),

@@ -405,7 +405,7 @@ impl Executor {
     ) -> Result<Self, merak_trace::Error> {
         match args.compute.backend {
             BackendChoice::Candle => {
-                let backend = Candle::new(num_threads)?.with_units(args.compute.units.into());
+                let backend = Candle::new(num_threads)?.with_units(args.compute.units);
                 Ok(Self {
                     backend: Arc::new(backend.with_products(args.products())),
                     optimizer_device: None,

@@ -4,74 +4,50 @@ use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::PI;
 
-/// The shape of a learning-rate schedule, under its name in a configuration.
-///
-/// With `t` optimizer steps done, `w` warmup steps, `N` steps in all and
-/// `p = (t - w) / max(1, N - w)`, the factor of the learning rate is `t / max(1, w)` while `t < w`
-/// (`wsd` rises from `r` to 1 instead), and then:
-///
-/// | shape | factor for `t >= w` | keyword arguments |
-/// |---|---|---|
-/// | `linear` | `max(0, 1 - p)` | |
-/// | `cosine` | `max(0, (1 + cos(2 pi c p)) / 2)` | `num_cycles` c, 0.5 |
-/// | `cosine_with_restarts` | `(1 + cos(pi (c p mod 1))) / 2`, 0 from `N` | `num_cycles` c, 1 |
-/// | `constant`, `constant_with_warmup` | 1, the first without warmup | |
-/// | `polynomial` | `((lr-e)(1-p)^k + e) / lr`, `e/lr` after `N` | `power` k, 1; `lr_end` e, 1e-7 |
-/// | `inverse_sqrt` | `sqrt(s / (t - w + s))` | `timescale` s, `w` or else 10000 |
-/// | `wsd` | 1, then over the last `d` steps from 1 to `r` along `decay_type` | see below |
-///
-/// The table gives a keyword argument with its letter and its default. Those of `wsd` are
-/// `num_decay_steps` d, N/10; `min_lr_ratio` r, 0; `decay_type`, `cosine`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LrSchedulerType {
-    /// Falls in a straight line to 0 at the last step.
-    #[default]
-    Linear,
-    /// Falls along a cosine; half a cycle ends at 0.
-    Cosine,
-    /// Falls along half a cosine, several times over.
-    CosineWithRestarts,
-    /// The learning rate itself, from the first step.
-    Constant,
-    /// The learning rate itself, after the warmup.
-    ConstantWithWarmup,
-    /// Falls along a power of the steps that remain.
-    Polynomial,
-    /// Falls with the square root of the steps done.
-    InverseSqrt,
-    /// Warmup, stable, decay.
-    #[serde(alias = "warmup_stable_decay")]
-    Wsd,
+merak_mpu::named_enum! {
+    /// The shape of a learning-rate schedule, under its name in a configuration.
+    ///
+    /// With `t` optimizer steps done, `w` warmup steps, `N` steps in all and
+    /// `p = (t - w) / max(1, N - w)`, the factor of the learning rate is `t / max(1, w)` while
+    /// `t < w` (`wsd` rises from `r` to 1 instead), and then:
+    ///
+    /// | shape | factor for `t >= w` | keyword arguments |
+    /// |---|---|---|
+    /// | `linear` | `max(0, 1 - p)` | |
+    /// | `cosine` | `max(0, (1 + cos(2 pi c p)) / 2)` | `num_cycles` c, 0.5 |
+    /// | `cosine_with_restarts` | `(1 + cos(pi (c p mod 1))) / 2`, 0 from `N` | `num_cycles` c, 1 |
+    /// | `constant`, `constant_with_warmup` | 1, the first without warmup | |
+    /// | `polynomial` | `((lr-e)(1-p)^k+e)/lr`, `e/lr` after `N` | `power` k, 1; `lr_end` e, 1e-7 |
+    /// | `inverse_sqrt` | `sqrt(s / (t - w + s))` | `timescale` s, `w` or else 10000 |
+    /// | `wsd` | 1, then over the last `d` steps from 1 to `r` along `decay_type` | see below |
+    ///
+    /// The table gives a keyword argument with its letter and its default. Those of `wsd` are
+    /// `num_decay_steps` d, N/10; `min_lr_ratio` r, 0; `decay_type`, `cosine`.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum LrSchedulerType {
+        /// Falls in a straight line to 0 at the last step.
+        #[default]
+        Linear = "linear",
+        /// Falls along a cosine; half a cycle ends at 0.
+        Cosine = "cosine",
+        /// Falls along half a cosine, several times over.
+        CosineWithRestarts = "cosine_with_restarts",
+        /// The learning rate itself, from the first step.
+        Constant = "constant",
+        /// The learning rate itself, after the warmup.
+        ConstantWithWarmup = "constant_with_warmup",
+        /// Falls along a power of the steps that remain.
+        Polynomial = "polynomial",
+        /// Falls with the square root of the steps done.
+        InverseSqrt = "inverse_sqrt",
+        /// Warmup, stable, decay.
+        #[serde(alias = "warmup_stable_decay")]
+        Wsd = "wsd",
+    }
 }
 
 impl LrSchedulerType {
-    /// Every shape.
-    pub const ALL: [Self; 8] = [
-        Self::Linear,
-        Self::Cosine,
-        Self::CosineWithRestarts,
-        Self::Constant,
-        Self::ConstantWithWarmup,
-        Self::Polynomial,
-        Self::InverseSqrt,
-        Self::Wsd,
-    ];
-
-    /// The name in a configuration.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Linear => "linear",
-            Self::Cosine => "cosine",
-            Self::CosineWithRestarts => "cosine_with_restarts",
-            Self::Constant => "constant",
-            Self::ConstantWithWarmup => "constant_with_warmup",
-            Self::Polynomial => "polynomial",
-            Self::InverseSqrt => "inverse_sqrt",
-            Self::Wsd => "wsd",
-        }
-    }
-
     /// The keyword arguments that the shape takes.
     const fn takes(self) -> &'static str {
         match self {

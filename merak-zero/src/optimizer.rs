@@ -17,70 +17,36 @@ pub(crate) use muon::MuonStep;
 
 use crate::{Error, ParamSpec, Result};
 use serde::{Deserialize, Serialize};
-use std::{fmt, str::FromStr};
+use std::str::FromStr;
 
-/// The update rules of this version.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-pub enum OptimizerKind {
-    /// [AdamW](https://arxiv.org/abs/1711.05101), algorithm 2: Adam with decoupled weight decay.
-    #[default]
-    #[serde(rename = "adamw_torch")]
-    AdamW,
-    /// [Adam](https://arxiv.org/abs/1412.6980), algorithm 1, with weight decay added to the
-    /// gradient.
-    #[serde(rename = "adam")]
-    Adam,
-    /// Stochastic gradient descent, optionally with momentum, with weight decay added to the
-    /// gradient.
-    #[serde(rename = "sgd")]
-    Sgd,
-    /// [Adafactor](https://arxiv.org/abs/1804.04235): second moments of matrices as means of their
-    /// rows and columns, with decoupled weight decay.
-    #[serde(rename = "adafactor")]
-    Adafactor,
-    /// [LAMB](https://arxiv.org/abs/1904.00962), algorithm 2: Adam whose update of each parameter
-    /// has the norm of the parameter.
-    #[serde(rename = "lamb")]
-    Lamb,
-    /// [Lion](https://arxiv.org/abs/2302.06675): the sign of a momentum, with decoupled weight
-    /// decay.
-    #[serde(rename = "lion")]
-    Lion,
-    /// [Muon](https://kellerjordan.github.io/posts/muon/): hidden matrices take orthogonal steps
-    /// with decoupled weight decay, all else AdamW's.
-    #[serde(rename = "muon")]
-    Muon,
-}
-
-impl OptimizerKind {
-    /// Every rule of this version.
-    pub const ALL: [Self; 7] = [
-        Self::AdamW,
-        Self::Adam,
-        Self::Sgd,
-        Self::Adafactor,
-        Self::Lamb,
-        Self::Lion,
-        Self::Muon,
-    ];
-
-    /// The name in a configuration.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::AdamW => "adamw_torch",
-            Self::Adam => "adam",
-            Self::Sgd => "sgd",
-            Self::Adafactor => "adafactor",
-            Self::Lamb => "lamb",
-            Self::Lion => "lion",
-            Self::Muon => "muon",
-        }
-    }
-}
-
-impl fmt::Display for OptimizerKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+merak_mpu::named_enum! {
+    /// The update rules of this version.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum OptimizerKind {
+        /// [AdamW](https://arxiv.org/abs/1711.05101), algorithm 2: Adam with decoupled weight
+        /// decay.
+        #[default]
+        #[serde(rename = "adamw_torch")]
+        AdamW = "adamw_torch",
+        /// [Adam](https://arxiv.org/abs/1412.6980), algorithm 1, with weight decay added to the
+        /// gradient.
+        Adam = "adam",
+        /// Stochastic gradient descent, optionally with momentum, with weight decay added to the
+        /// gradient.
+        Sgd = "sgd",
+        /// [Adafactor](https://arxiv.org/abs/1804.04235): second moments of matrices as means of
+        /// their rows and columns, with decoupled weight decay.
+        Adafactor = "adafactor",
+        /// [LAMB](https://arxiv.org/abs/1904.00962), algorithm 2: Adam whose update of each
+        /// parameter has the norm of the parameter.
+        Lamb = "lamb",
+        /// [Lion](https://arxiv.org/abs/2302.06675): the sign of a momentum, with decoupled weight
+        /// decay.
+        Lion = "lion",
+        /// [Muon](https://kellerjordan.github.io/posts/muon/): hidden matrices take orthogonal
+        /// steps with decoupled weight decay, all else AdamW's.
+        Muon = "muon",
     }
 }
 
@@ -88,10 +54,7 @@ impl FromStr for OptimizerKind {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        if let Some(kind) = Self::ALL.into_iter().find(|k| k.as_str() == name) {
-            return Ok(kind);
-        }
-        Err(Error::UnknownName {
+        Self::from_name(name).ok_or_else(|| Error::UnknownName {
             setting: "optimizer",
             found: name.to_owned(),
             known: Self::ALL.map(Self::as_str).join(", "),

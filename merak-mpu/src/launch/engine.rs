@@ -3,38 +3,41 @@
 use super::{Launch, Launcher};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
-use std::fmt;
 
-/// Which engine is to connect the ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum EngineKind {
-    /// The one that fits the launch, the devices and the build.
-    #[default]
-    Auto,
-    /// Ranks as threads of one process.
-    Threads,
-    /// Processes over shared memory and sockets.
-    Tcp,
-    /// Processes over an MPI library.
-    Mpi,
-    /// Processes with a CUDA device each.
-    Nccl,
+crate::named_enum! {
+    /// Which engine is to connect the ranks.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    #[non_exhaustive]
+    pub enum EngineKind {
+        /// The one that fits the launch, the devices and the build.
+        #[default]
+        Auto = "auto",
+        /// Ranks as threads of one process.
+        Threads = "threads",
+        /// Processes over shared memory and sockets.
+        Tcp = "tcp",
+        /// Processes over an MPI library.
+        Mpi = "mpi",
+        /// Processes with a CUDA device each.
+        Nccl = "nccl",
+    }
 }
 
-/// The engine that was chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ChosenEngine {
-    /// [`EngineKind::Threads`].
-    Threads,
-    /// [`EngineKind::Tcp`].
-    Tcp,
-    /// [`EngineKind::Mpi`].
-    Mpi,
-    /// [`EngineKind::Nccl`].
-    Nccl,
+crate::named_enum! {
+    /// The engine that was chosen.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum ChosenEngine {
+        /// [`EngineKind::Threads`].
+        Threads = "threads",
+        /// [`EngineKind::Tcp`].
+        Tcp = "tcp",
+        /// [`EngineKind::Mpi`].
+        Mpi = "mpi",
+        /// [`EngineKind::Nccl`].
+        Nccl = "nccl",
+    }
 }
 
 /// The engines between processes that a build has besides `tcp`, which every build has.
@@ -62,27 +65,6 @@ impl Built {
             ChosenEngine::Mpi => self.mpi,
             ChosenEngine::Nccl => self.nccl,
         }
-    }
-}
-
-impl ChosenEngine {
-    /// All engines.
-    pub const ALL: [Self; 4] = [Self::Threads, Self::Tcp, Self::Mpi, Self::Nccl];
-
-    /// The name that configurations use.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Threads => "threads",
-            Self::Tcp => "tcp",
-            Self::Mpi => "mpi",
-            Self::Nccl => "nccl",
-        }
-    }
-}
-
-impl fmt::Display for ChosenEngine {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.as_str())
     }
 }
 

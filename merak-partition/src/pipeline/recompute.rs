@@ -42,19 +42,21 @@ pub enum Recompute {
     },
 }
 
-/// A kind of operation whose results can be recomputed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RecomputeOp {
-    /// The core of attention: scores, softmax and their product with the values.
-    Attention,
-    /// Activation functions, gated ones included.
-    Activation,
-    /// Layer and RMS norms.
-    Norm,
-    /// Dropout.
-    Dropout,
-    /// The joins of slices of the sequence, in front of split layers and of attentions.
-    Gather,
+merak_mpu::named_enum! {
+    /// A kind of operation whose results can be recomputed.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum RecomputeOp {
+        /// The core of attention: scores, softmax and their product with the values.
+        Attention = "attention",
+        /// Activation functions, gated ones included.
+        Activation = "activation",
+        /// Layer and RMS norms.
+        Norm = "norm",
+        /// Dropout.
+        Dropout = "dropout",
+        /// The joins of slices of the sequence, in front of split layers and of attentions.
+        Gather = "gather",
+    }
 }
 
 /// What the stages of a schedule recompute is chosen for that schedule.
@@ -166,27 +168,8 @@ impl Choice<'_> {
 }
 
 impl RecomputeOp {
-    /// Every kind.
-    pub const ALL: [Self; 5] = [
-        Self::Attention,
-        Self::Activation,
-        Self::Norm,
-        Self::Dropout,
-        Self::Gather,
-    ];
     /// Those with large results that are cheap to compute.
     pub const USUAL: [Self; 3] = [Self::Attention, Self::Activation, Self::Norm];
-
-    /// The name that users write.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Attention => "attention",
-            Self::Activation => "activation",
-            Self::Norm => "norm",
-            Self::Dropout => "dropout",
-            Self::Gather => "gather",
-        }
-    }
 
     /// Whether an operation is of this kind.
     fn is(self, op: &Op) -> bool {

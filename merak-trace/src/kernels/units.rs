@@ -1,15 +1,17 @@
 //! The units of a processor that multiply bf16.
 
-/// Which units that multiply bf16 a product may use; the fastest of them is taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-pub enum Units {
-    /// None of them: multiply-adds of `f32`.
-    None,
-    /// Vectors of bf16 pairs (AVX-512-BF16).
-    Vector,
-    /// Matrix units (AMX) too.
-    #[default]
-    Matrix,
+merak_mpu::named_enum! {
+    /// Which units that multiply bf16 a product may use; the fastest of them is taken.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+    pub enum Units {
+        /// None of them: multiply-adds of `f32`.
+        None = "none",
+        /// Vectors of bf16 pairs (AVX-512-BF16).
+        Vector = "vector",
+        /// Matrix units (AMX) too.
+        #[default]
+        Matrix = "matrix",
+    }
 }
 
 impl Units {

@@ -3,7 +3,6 @@
 use super::{Model, fields::Fields, others};
 use crate::Result;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 
 /// The facts of a family of models. Names, shapes and ties of its parameters are those of its
 /// graph.
@@ -71,14 +70,16 @@ pub struct SplitLayers {
     pub attributes: &'static [&'static str],
 }
 
-/// The two ways to split a linear layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum SplitKind {
-    /// By output features.
-    Col,
-    /// By input features.
-    Row,
+merak_mpu::named_enum! {
+    /// The two ways to split a linear layer.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum SplitKind {
+        /// By output features.
+        Col = "col",
+        /// By input features.
+        Row = "row",
+    }
 }
 
 impl SplitKind {
@@ -88,15 +89,6 @@ impl SplitKind {
             Self::Col => "column",
             Self::Row => "row",
         }
-    }
-}
-
-impl fmt::Display for SplitKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Col => "col",
-            Self::Row => "row",
-        })
     }
 }
 

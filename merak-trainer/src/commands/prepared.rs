@@ -11,11 +11,12 @@ use merak_ckpt::{
     Checksum, HfFolder,
     words::{Bytes, plain},
 };
+use merak_partition::ScheduleChoice;
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
     CheckedArguments, Config, ConfigError, CostCache, CostModel, DataArguments, DataFormat, Error,
     FasterSchedule, FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result,
-    Room, RunFolder, SeqLength, TokenizerSource, TrainSchedule, TrainerParts, Workload, World,
+    Room, RunFolder, SeqLength, TokenizerSource, TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Dataset, Datasets, Joined, ModelInputs, Source, Tokenizer},
     keys,
     metrics::{Page, Peak},
@@ -501,7 +502,7 @@ impl Prepared {
             let (unit, stopped) = (self.costs.unit(), found.stopped);
             let _ = writeln!(text, "          {gain}, by {unit}; {stopped}");
         }
-        if plan.search.is_none() && args.train_schedule == TrainSchedule::Auto {
+        if plan.search.is_none() && args.train_schedule == ScheduleChoice::Searched {
             let _ = writeln!(
                 text,
                 "          auto: no shorter schedule was found within the memory"

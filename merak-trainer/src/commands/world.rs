@@ -6,7 +6,7 @@ mod nccl;
 use super::{environment, failure::rank_0_tells};
 use merak_mpu::{Built, ChosenEngine, EngineKind, Group, Launch, Member, tcp, threads};
 use merak_trainer::{
-    Config, Device, EngineChoice, Error, Given, Result, World, chain,
+    Config, Device, Error, Given, Result, World, chain,
     metrics::Screen,
     network::{Make, on_host},
 };
@@ -30,12 +30,11 @@ pub(crate) fn of_environment(given: impl IntoIterator<Item = Given>) -> Result<C
 
 /// The engine that a configuration asks for, and whether its tensors lie on CUDA devices.
 fn asked(config: Option<&Config>) -> (EngineKind, bool) {
-    let (engine, on_cuda) = config.map_or((EngineChoice::Auto, false), |config| {
+    config.map_or((EngineKind::Auto, false), |config| {
         let arguments = config.arguments();
         let on_cuda = arguments.compute.device == Device::Cuda;
         (arguments.distributed.engine, on_cuda)
-    });
-    (engine.into(), on_cuda)
+    })
 }
 
 /// How long a process waits for the others.

@@ -6,20 +6,16 @@ use std::{
 };
 
 use merak_ckpt::words::file;
-use merak_mpu::Built;
-use merak_partition::{PartitionMethod, SplitMethod};
+use merak_mpu::{Built, EngineKind};
+use merak_partition::{PartitionMethod, ScheduleChoice, SplitMethod};
 use merak_pipe::Size;
 use merak_zero::{LrSchedule, OptimizerKind};
 
 use super::{
     checked::CheckedArguments,
-    choice::{
-        BackendChoice, CostSource, DataFormat, Device, EngineChoice, Offload, RecomputeMode,
-        ReportTo,
-    },
+    choice::{BackendChoice, CostSource, DataFormat, Device, Offload, RecomputeMode, ReportTo},
     keys::{MerakArguments, SHUFFLE_BUFFER, VALIDATION_FRACTION, keys},
     range::Number,
-    schedule::TrainSchedule,
     setting::Setting,
     special::{Ratios, TokenizerSource},
 };
@@ -249,7 +245,7 @@ fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         checker.require(searches, "autopipe.micro_batches", found, expected)?;
     }
     if let Some(found) = options.memory_limit {
-        let searches = searches || a.train_schedule == TrainSchedule::Auto;
+        let searches = searches || a.train_schedule == ScheduleChoice::Searched;
         let expected = format!("{expected}, or \"train_schedule\" is \"auto\"");
         checker.require(searches, "autopipe.memory_limit", found, expected)?;
     }
@@ -316,8 +312,8 @@ fn stages_key(a: &MerakArguments) -> String {
 fn check_engine(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let (engine, built) = (a.distributed.engine, Built::here());
     let feature = match engine {
-        EngineChoice::Mpi if !built.mpi => "mpi",
-        EngineChoice::Nccl if !built.nccl => "nccl",
+        EngineKind::Mpi if !built.mpi => "mpi",
+        EngineKind::Nccl if !built.nccl => "nccl",
         _ => return Ok(()),
     };
     let key = "distributed.engine";
@@ -388,7 +384,7 @@ fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         chunks,
         format_args!("{fixed} under \"train_schedule\" {schedule}"),
     )?;
-    if let TrainSchedule::Named(kind) = schedule
+    if let ScheduleChoice::Named(kind) = schedule
         && a.gradient_accumulation_steps < kind.min_microbatches(a.pp)
     {
         // merak-pipe knows the condition and words the error.

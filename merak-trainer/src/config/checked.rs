@@ -3,6 +3,7 @@
 use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 
 use merak_mpu::{ChosenEngine, DType, Degrees, GroupKind, Rank, Topology};
+use merak_partition::ScheduleChoice;
 use merak_pipe::Size;
 use merak_trace::{Overlap, backend::candle::Products};
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
@@ -11,7 +12,6 @@ use super::{
     choice::{BackendChoice, Device, Offload, RecomputeMode},
     idle::without_effect,
     keys::MerakArguments,
-    schedule::TrainSchedule,
 };
 use crate::error::{ConfigError, Error, Result};
 
@@ -263,7 +263,7 @@ impl CheckedArguments {
 
     /// Whether planning uses the costs of the work.
     pub fn searches(&self) -> bool {
-        self.partition_method.searches() || self.train_schedule == TrainSchedule::Auto
+        self.partition_method.searches() || self.train_schedule == ScheduleChoice::Searched
     }
 
     /// Seed of the order of samples.

@@ -2,10 +2,7 @@
 
 use std::fmt;
 
-use merak_mpu::EngineKind;
-use merak_mpu::names::nearest;
-use merak_tp::SequenceMethod;
-use merak_trace::Units;
+use merak_mpu::{named_enum, names::nearest};
 use serde_json::Value;
 
 use super::{
@@ -13,43 +10,13 @@ use super::{
     setting::{Refusal, Setting},
 };
 
-/// Declares an enum whose variants are documented names, with known names that are not built, each
-/// with what is said behind the built ones.
-macro_rules! choices {
-    (
-        $(#[doc = $doc:literal])+
-        $name:ident {
-            $( $(#[doc = $variant_doc:literal])+ $variant:ident = $text:literal, )+
-        }
-        later [$($later:literal $why:literal),*]
-    ) => {
-        $(#[doc = $doc])+
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        #[non_exhaustive]
-        pub enum $name {
-            $( $(#[doc = $variant_doc])+ $variant, )+
-        }
-
-        impl $name {
-            const BUILT: &'static [(&'static str, Self)] = &[$(($text, Self::$variant)),+];
-            const LATER: &'static [(&'static str, &'static str)] = &[$(($later, $why)),*];
-
-            /// The name that configurations use.
-            pub fn as_str(self) -> &'static str {
-                match self { $(Self::$variant => $text),+ }
-            }
-        }
-
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.pad(self.as_str())
-            }
-        }
-
-        impl Setting for $name {
+/// Reads and writes a key by the names of an enum. Messages tell `$names` in their order; `$later`
+/// are known names that are not built, each with what is said behind the built ones.
+macro_rules! named_setting {
+    ($type:ty: $names:expr, $parse:expr, $later:expr) => {
+        impl Setting for $type {
             fn expected(_: Range) -> String {
-                let names: Vec<_> = Self::BUILT.iter().map(|(name, _)| *name).collect();
-                one_of(&names)
+                one_of(&$names)
             }
 
             fn from_value(value: &Value) -> Result<Self, Refusal> {
@@ -57,10 +24,8 @@ macro_rules! choices {
             }
 
             fn from_text(text: &str) -> Result<Self, Refusal> {
-                match Self::BUILT.iter().find(|(name, _)| *name == text) {
-                    Some(&(_, choice)) => Ok(choice),
-                    None => Err(refuse(text, Self::BUILT.iter().map(|(name, _)| *name), Self::LATER)),
-                }
+                let parsed: Option<Self> = $parse(text);
+                parsed.ok_or_else(|| refuse(text, $names.into_iter(), $later))
             }
 
             fn to_value(&self) -> Value {
@@ -68,36 +33,55 @@ macro_rules! choices {
             }
         }
     };
+    ($($type:ty),+) => {
+        $(named_setting!($type: Self::ALL.map(Self::as_str), Self::from_name, &[]);)+
+    };
 }
 
-choices! {
+pub(super) use named_setting;
+
+named_enum! {
     /// The costs that searches and predictions of step times use.
-    CostSource {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum CostSource {
         /// Times of this machine, from a short run that is made once and kept.
         Measured = "measured",
         /// Floating-point operations.
         Counted = "counted",
     }
-    later []
 }
 
-choices! {
+named_enum! {
     /// How the model becomes a graph.
-    TraceMethod {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum TraceMethod {
         /// The model's forward runs once on symbolic tensors.
         Fx = "fx",
     }
-    later [
-        "dynamo"
-        ", which runs the model's own code: that is Rust, and there is no Python for dynamo to watch",
-        "none"
-        ", which traces the modules of a list too: a model of your own calls them in their order"
-    ]
 }
 
-choices! {
+named_setting!(
+    TraceMethod: Self::ALL.map(Self::as_str),
+    Self::from_name,
+    &[
+        (
+            "dynamo",
+            ", which runs the model's own code: that is Rust, and there is no Python for dynamo to watch",
+        ),
+        (
+            "none",
+            ", which traces the modules of a list too: a model of your own calls them in their order",
+        ),
+    ]
+);
+
+named_enum! {
     /// What recomputation drops and runs again in the backward.
-    RecomputeMode {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum RecomputeMode {
         /// Everything inside chunks of `checkpoint_num_layers` shards.
         Full = "full",
         /// The results of the operations in `recompute_ops`.
@@ -105,46 +89,25 @@ choices! {
         /// As few chunks on each rank as keep `activation_memory_budget`.
         Budget = "budget",
     }
-    later []
 }
 
-choices! {
-    /// How the attentions of a sequence that ranks share see what other ranks have.
-    SpMethod {
-        /// Each rank has its heads of all positions, between two all-to-alls.
-        Ulysses = "ulysses",
-        /// Each rank gathers the keys and values of all positions for the queries of its own.
-        AllGather = "all_gather",
-        /// Keys and values go round the ranks, each of which has the queries of its positions.
-        Ring = "ring",
-    }
-    later []
-}
-
-impl From<SpMethod> for SequenceMethod {
-    fn from(method: SpMethod) -> Self {
-        match method {
-            SpMethod::Ulysses => Self::Ulysses,
-            SpMethod::AllGather => Self::AllGather,
-            SpMethod::Ring => Self::Ring,
-        }
-    }
-}
-
-choices! {
+named_enum! {
     /// Where metrics go besides `metrics.jsonl`.
-    ReportTo {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum ReportTo {
         /// Nowhere.
         None = "none",
         /// Event files of TensorBoard in `logging_dir`.
         Tensorboard = "tensorboard",
     }
-    later []
 }
 
-choices! {
+named_enum! {
     /// What the files of `data.path` hold.
-    DataFormat {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum DataFormat {
         /// Text, read as bytes.
         Text = "text",
         /// A JSON object a line: `text`; `text` and `label`; `source` and `target`; `messages`;
@@ -165,24 +128,6 @@ choices! {
         /// `images`.
         Images = "images",
     }
-    later []
-}
-
-choices! {
-    /// How ranks reach each other.
-    EngineChoice {
-        /// The best engine for the way the run was started.
-        Auto = "auto",
-        /// Ranks are threads of one process.
-        Threads = "threads",
-        /// Ranks are processes, over shared memory and sockets.
-        Tcp = "tcp",
-        /// Ranks are processes, over an MPI library, in builds with the feature `mpi`.
-        Mpi = "mpi",
-        /// Ranks are processes with a CUDA device each, in builds with the feature `nccl`.
-        Nccl = "nccl",
-    }
-    later []
 }
 
 impl DataFormat {
@@ -197,73 +142,51 @@ impl DataFormat {
     }
 }
 
-impl From<EngineChoice> for EngineKind {
-    fn from(choice: EngineChoice) -> Self {
-        match choice {
-            EngineChoice::Auto => Self::Auto,
-            EngineChoice::Threads => Self::Threads,
-            EngineChoice::Tcp => Self::Tcp,
-            EngineChoice::Mpi => Self::Mpi,
-            EngineChoice::Nccl => Self::Nccl,
-        }
-    }
-}
-
-choices! {
+named_enum! {
     /// Which library executes the graph's nodes.
-    BackendChoice {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum BackendChoice {
         /// candle-core tensors with kernels of our own.
         Candle = "candle",
         /// libtorch, in builds with the feature `tch`.
         Tch = "tch",
     }
-    later []
 }
 
-choices! {
+named_enum! {
     /// What the nodes are executed on.
-    Device {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum Device {
         /// The processor.
         Cpu = "cpu",
         /// CUDA devices, which ranks share out, through libtorch.
         Cuda = "cuda",
     }
-    later []
 }
 
-choices! {
-    /// Which units of the processor that multiply bf16 the default backend may use.
-    ComputeUnits {
-        /// All that there are: matrix units (AMX) before vectors.
-        Matrix = "matrix",
-        /// Vectors of bf16 pairs (AVX-512-BF16).
-        Vector = "vector",
-        /// None: multiply-adds of `f32`.
-        None = "none",
-    }
-    later []
-}
-
-impl From<ComputeUnits> for Units {
-    fn from(choice: ComputeUnits) -> Self {
-        match choice {
-            ComputeUnits::Matrix => Self::Matrix,
-            ComputeUnits::Vector => Self::Vector,
-            ComputeUnits::None => Self::None,
-        }
-    }
-}
-
-choices! {
+named_enum! {
     /// Where optimizer state and `f32` masters lie, if not beside the weights.
-    Offload {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum Offload {
         /// In host memory, while the weights lie on a device.
         Host = "host",
         /// In files under the run's folder, which are mapped into host memory.
         Disk = "disk",
     }
-    later []
 }
+
+named_setting!(
+    BackendChoice,
+    CostSource,
+    DataFormat,
+    Device,
+    Offload,
+    RecomputeMode,
+    ReportTo
+);
 
 /// How numbers of 16 bits come into a run, if not as weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

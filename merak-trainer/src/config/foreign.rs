@@ -1,69 +1,44 @@
 //! Keys whose type belongs to the crate that acts on it.
 
-use merak_partition::{PartitionMethod, RecomputeOp, SplitMethod};
-use merak_trace::Overlap;
+use merak_mpu::EngineKind;
+use merak_partition::{PartitionMethod, RecomputeOp, ScheduleChoice, SplitMethod};
+use merak_tp::SequenceMethod;
+use merak_trace::{Overlap, Units};
 use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 use serde_json::{Map, Value};
 
 use super::{
-    choice::{one_of, refuse},
+    choice::{named_setting, one_of, refuse},
     range::Range,
-    schedule::TrainSchedule,
     setting::{Refusal, Setting, whole},
 };
 
-/// Reads and writes a key by the names of a foreign enum.
-macro_rules! named_setting {
-    ($type:ty: $names:expr, $parse:expr) => {
-        impl Setting for $type {
-            fn expected(_: Range) -> String {
-                one_of(&$names)
-            }
-
-            fn from_value(value: &Value) -> Result<Self, Refusal> {
-                Self::from_text(value.as_str().ok_or(Refusal::Type)?)
-            }
-
-            fn from_text(text: &str) -> Result<Self, Refusal> {
-                let parsed: Option<Self> = $parse(text);
-                parsed.ok_or_else(|| refuse(text, $names.into_iter(), &[]))
-            }
-
-            fn to_value(&self) -> Value {
-                Value::from(self.as_str())
-            }
-        }
-    };
-}
-
 named_setting!(
-    TrainSchedule: TrainSchedule::all().map(Self::as_str).collect::<Vec<_>>(),
-    TrainSchedule::from_name
+    EngineKind,
+    OptimizerKind,
+    PartitionMethod,
+    RecomputeOp,
+    SequenceMethod,
+    SplitMethod
 );
 
 named_setting!(
-    SplitMethod: SplitMethod::ALL.map(Self::as_str),
-    |text: &str| SplitMethod::ALL.into_iter().find(|method| method.as_str() == text)
+    ScheduleChoice: Self::all().map(Self::as_str).collect::<Vec<_>>(),
+    Self::from_name,
+    &[]
 );
 
 named_setting!(
-    PartitionMethod: PartitionMethod::ALL.map(Self::as_str),
-    |text: &str| PartitionMethod::ALL.into_iter().find(|method| method.as_str() == text)
+    LrSchedulerType: Self::ALL.map(Self::as_str),
+    |text: &str| serde_json::from_value(Value::from(text)).ok(),
+    &[]
 );
 
+// The most first.
 named_setting!(
-    RecomputeOp: RecomputeOp::ALL.map(Self::as_str),
-    |text: &str| RecomputeOp::ALL.into_iter().find(|op| op.as_str() == text)
-);
-
-named_setting!(
-    OptimizerKind: OptimizerKind::ALL.map(Self::as_str),
-    |text: &str| text.parse().ok()
-);
-
-named_setting!(
-    LrSchedulerType: LrSchedulerType::ALL.map(Self::as_str),
-    |text: &str| serde_json::from_value(Value::from(text)).ok()
+    Units: [Self::Matrix, Self::Vector, Self::None].map(Self::as_str),
+    Self::from_name,
+    &[]
 );
 
 /// `none` is stage 0.
@@ -195,15 +170,15 @@ mod tests {
 
     #[test]
     fn a_second_name_of_a_schedule_means_the_same() {
-        let critical_path = TrainSchedule::from_text("full_critical_path_1f1b");
-        let shifted = TrainSchedule::Named(merak_pipe::ScheduleKind::ShiftedCriticalPath);
+        let critical_path = ScheduleChoice::from_text("full_critical_path_1f1b");
+        let shifted = ScheduleChoice::Named(merak_pipe::ScheduleKind::ShiftedCriticalPath);
         assert_eq!(critical_path, Ok(shifted));
         assert_eq!(
             LrSchedulerType::from_text("warmup_stable_decay"),
             Ok(LrSchedulerType::Wsd)
         );
         assert!(matches!(
-            TrainSchedule::from_text("inference"),
+            ScheduleChoice::from_text("inference"),
             Err(Refusal::Choice { .. })
         ));
     }

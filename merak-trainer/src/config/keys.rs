@@ -3,22 +3,23 @@
 use std::path::PathBuf;
 
 use merak_ckpt::EarlyStopping;
-use merak_partition::{PartitionMethod, RecomputeOp, SplitMethod};
+use merak_mpu::EngineKind;
+use merak_partition::{PartitionMethod, RecomputeOp, ScheduleChoice, SplitMethod};
 use merak_pipe::ScheduleKind;
-use merak_trace::Overlap;
+use merak_tp::SequenceMethod;
+use merak_trace::{Overlap, Units};
 use merak_zero::{
     DynamicScaling, LossScaling, LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage,
 };
 
 use super::{
     choice::{
-        BackendChoice, ComputeUnits, CostSource, DataFormat, Device, EngineChoice, HalfPrecision,
-        Offload, RecomputeMode, ReportTo, SpMethod, TraceMethod,
+        BackendChoice, CostSource, DataFormat, Device, HalfPrecision, Offload, RecomputeMode,
+        ReportTo, TraceMethod,
     },
     inputs::{InputPaths, Mixture},
     key::{Key, settings},
     lists::{SplitRatio, WeightSlice},
-    schedule::TrainSchedule,
     setting::InputPath,
     special::{
         AdapterName, Boundaries, EarlyStop, LrScales, MetricName, Ratios, SeqLength, Temperature,
@@ -93,11 +94,11 @@ settings! {
         /// work where twice `sp` divides the length, and ask nothing of the heads, except those of
         /// attentions with a table of biases or with keys of another length, as in T5: these are
         /// shared out as by `ulysses`.
-        sp_method: SpMethod = SpMethod::Ulysses,
+        sp_method: SequenceMethod = SequenceMethod::Ulysses,
         /// Ranks of the pipeline.
         pp: usize [at_least 1] = 1,
         /// Order of the microbatches' forwards and backwards on each rank.
-        train_schedule: TrainSchedule = TrainSchedule::Named(ScheduleKind::OneFOneB),
+        train_schedule: ScheduleChoice = ScheduleChoice::Named(ScheduleKind::OneFOneB),
         /// Stages per rank, for the schedules that run several; those in the shape of a V always
         /// run two.
         virtual_stages: usize [at_least 1] = 1,
@@ -490,7 +491,7 @@ settings! {
     /// Section `[distributed]`.
     DistributedArguments under "distributed." {
         /// How ranks reach each other.
-        engine: EngineChoice = EngineChoice::Auto,
+        engine: EngineKind = EngineKind::Auto,
         /// File of NCCL's library, for the engine `nccl`; unset: `libnccl.so.2` or `libnccl.so`,
         /// where the system finds libraries.
         nccl_library: Option<PathBuf> = None,
@@ -510,7 +511,7 @@ settings! {
         threads_per_rank: ThreadsPerRank = ThreadsPerRank::Auto,
         /// Units for bf16 that products of the default backend may use where the processor has
         /// them: all of them, no more than vectors, or none; results differ in the order of sums.
-        units: ComputeUnits = ComputeUnits::Matrix,
+        units: Units = Units::Matrix,
     }
 }
 

@@ -126,8 +126,7 @@ impl Draft {
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
         let mut rewritten = rewrite_with(&graph, &split)?;
         rewritten.report.choices = choices;
-        let method = args.sp_method.into();
-        let sequence = Options::along_sequence(args.sp, along_sequence(args), method);
+        let sequence = Options::along_sequence(args.sp, along_sequence(args), args.sp_method);
         let graph = rewrite_with(&rewritten.graph, &sequence)?.graph;
         let graph = graph.with_overlap(args.overlap());
         let options = SegmentOptions {

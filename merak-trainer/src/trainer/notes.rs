@@ -27,7 +27,7 @@ pub(super) fn warn(args: &CheckedArguments) {
             "a stream has no end of an epoch to evaluate at: \"eval_steps\" sets steps between evaluations"
         );
     }
-    let units = Units::of_processor().min(args.compute.units.into());
+    let units = Units::of_processor().min(args.compute.units);
     if args.products() == Products::Rounded && units == Units::None {
         tracing::warn!(
             "no unit for products of bf16 is here, or \"compute.units\" leaves it out: {}",
