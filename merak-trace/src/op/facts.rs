@@ -69,6 +69,63 @@ pub enum Class<'a> {
 /// The name in renderings and messages, the class, and where the results lie.
 type Facts<'a> = (&'static str, Class<'a>, ResultMemory);
 
+/// The pattern of the operations that draw no random numbers. An operation that is in no pattern of
+/// a match does not compile.
+macro_rules! without_draws {
+    () => {
+        Self::Positions { .. }
+            | Self::SeenPositions { .. }
+            | Self::DocumentPositions { .. }
+            | Self::RelativeBuckets(_)
+            | Self::Linear { .. }
+            | Self::LinearGradInput { .. }
+            | Self::LinearGradWeight { .. }
+            | Self::MatMul { .. }
+            | Self::Embedding { .. }
+            | Self::EmbeddingGrad { .. }
+            | Self::LayerNorm { .. }
+            | Self::LayerNormGradInput
+            | Self::LayerNormGradParams
+            | Self::RmsNorm { .. }
+            | Self::RmsNormGradInput
+            | Self::RmsNormGradParams
+            | Self::JoinAttention
+            | Self::Rope(_)
+            | Self::Activation(_)
+            | Self::ActivationGrad(_)
+            | Self::SiluMul
+            | Self::SiluMulGrad
+            | Self::Softmax
+            | Self::SoftmaxGrad
+            | Self::InverseRoot
+            | Self::CrossEntropy { .. }
+            | Self::CrossEntropyGrad { .. }
+            | Self::VocabMax { .. }
+            | Self::VocabSums { .. }
+            | Self::VocabLoss { .. }
+            | Self::Add
+            | Self::Mul
+            | Self::Scale { .. }
+            | Self::SumLeading { .. }
+            | Self::SumAll
+            | Self::SumAllGrad
+            | Self::Identity
+            | Self::ShareGrad { .. }
+            | Self::Cast { .. }
+            | Self::Reshape { .. }
+            | Self::Transpose { .. }
+            | Self::Split { .. }
+            | Self::Concat { .. }
+            | Self::Zeros { .. }
+            | Self::CopyTo { .. }
+            | Self::AllReduce { .. }
+            | Self::AllGather { .. }
+            | Self::Scatter { .. }
+            | Self::ReduceScatter { .. }
+            | Self::AllToAll { .. }
+    };
+}
+
 impl Op {
     #[expect(
         clippy::too_many_lines,
@@ -216,57 +273,7 @@ impl Op {
         match self {
             Self::Attention(spec) => Some((spec, Direction::Forward)),
             Self::AttentionGrad(spec) => Some((spec, Direction::Gradient)),
-            Self::Positions { .. }
-            | Self::SeenPositions { .. }
-            | Self::DocumentPositions { .. }
-            | Self::RelativeBuckets(_)
-            | Self::Linear { .. }
-            | Self::LinearGradInput { .. }
-            | Self::LinearGradWeight { .. }
-            | Self::MatMul { .. }
-            | Self::Embedding { .. }
-            | Self::EmbeddingGrad { .. }
-            | Self::LayerNorm { .. }
-            | Self::LayerNormGradInput
-            | Self::LayerNormGradParams
-            | Self::RmsNorm { .. }
-            | Self::RmsNormGradInput
-            | Self::RmsNormGradParams
-            | Self::JoinAttention
-            | Self::Rope(_)
-            | Self::Activation(_)
-            | Self::ActivationGrad(_)
-            | Self::SiluMul
-            | Self::SiluMulGrad
-            | Self::Softmax
-            | Self::SoftmaxGrad
-            | Self::InverseRoot
-            | Self::Dropout(_)
-            | Self::CrossEntropy { .. }
-            | Self::CrossEntropyGrad { .. }
-            | Self::VocabMax { .. }
-            | Self::VocabSums { .. }
-            | Self::VocabLoss { .. }
-            | Self::Add
-            | Self::Mul
-            | Self::Scale { .. }
-            | Self::SumLeading { .. }
-            | Self::SumAll
-            | Self::SumAllGrad
-            | Self::Identity
-            | Self::ShareGrad { .. }
-            | Self::Cast { .. }
-            | Self::Reshape { .. }
-            | Self::Transpose { .. }
-            | Self::Split { .. }
-            | Self::Concat { .. }
-            | Self::Zeros { .. }
-            | Self::CopyTo { .. }
-            | Self::AllReduce { .. }
-            | Self::AllGather { .. }
-            | Self::Scatter { .. }
-            | Self::ReduceScatter { .. }
-            | Self::AllToAll { .. } => None,
+            Self::Dropout(_) | without_draws!() => None,
         }
     }
 
@@ -316,56 +323,7 @@ impl Op {
             Self::Attention(attention) | Self::AttentionGrad(attention) => {
                 attention.dropout.as_mut()
             }
-            Self::Positions { .. }
-            | Self::SeenPositions { .. }
-            | Self::DocumentPositions { .. }
-            | Self::RelativeBuckets(_)
-            | Self::Linear { .. }
-            | Self::LinearGradInput { .. }
-            | Self::LinearGradWeight { .. }
-            | Self::MatMul { .. }
-            | Self::Embedding { .. }
-            | Self::EmbeddingGrad { .. }
-            | Self::LayerNorm { .. }
-            | Self::LayerNormGradInput
-            | Self::LayerNormGradParams
-            | Self::RmsNorm { .. }
-            | Self::RmsNormGradInput
-            | Self::RmsNormGradParams
-            | Self::JoinAttention
-            | Self::Rope(_)
-            | Self::Activation(_)
-            | Self::ActivationGrad(_)
-            | Self::SiluMul
-            | Self::SiluMulGrad
-            | Self::Softmax
-            | Self::SoftmaxGrad
-            | Self::InverseRoot
-            | Self::CrossEntropy { .. }
-            | Self::CrossEntropyGrad { .. }
-            | Self::VocabMax { .. }
-            | Self::VocabSums { .. }
-            | Self::VocabLoss { .. }
-            | Self::Add
-            | Self::Mul
-            | Self::Scale { .. }
-            | Self::SumLeading { .. }
-            | Self::SumAll
-            | Self::SumAllGrad
-            | Self::Identity
-            | Self::ShareGrad { .. }
-            | Self::Cast { .. }
-            | Self::Reshape { .. }
-            | Self::Transpose { .. }
-            | Self::Split { .. }
-            | Self::Concat { .. }
-            | Self::Zeros { .. }
-            | Self::CopyTo { .. }
-            | Self::AllReduce { .. }
-            | Self::AllGather { .. }
-            | Self::Scatter { .. }
-            | Self::ReduceScatter { .. }
-            | Self::AllToAll { .. } => None,
+            without_draws!() => None,
         }
     }
 }
