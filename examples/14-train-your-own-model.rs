@@ -41,14 +41,9 @@ impl SideBySide {
         };
         let normed = layer.sub("norm").rms_norm(x, 1e-6)?;
         let [q, k, v] = ["q", "k", "v"].map(|name| linear(name, &normed, WIDTH));
-        let head_dim = WIDTH / HEADS;
         let spec = Attention {
-            heads: HEADS,
-            kv_heads: HEADS,
-            head_dim,
-            scale: 1.0 / (head_dim as f64).sqrt(),
             causal: true,
-            ..Attention::default()
+            ..Attention::of_heads(HEADS, WIDTH / HEADS)
         };
         let mixed = layer.sub("attn").attention(&q?, &k?, &v?, &spec, 0.0)?;
         let bent = layer.activation(&linear("up", &normed, 4 * WIDTH)?, Activation::GeluTanh)?;

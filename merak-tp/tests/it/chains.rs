@@ -165,9 +165,6 @@ fn heads(kv_heads: usize) -> Attention {
         head_dim: 2,
         scale: 0.7,
         causal: true,
-        window: None,
-        documents: false,
-        dropout: None,
         ..Attention::default()
     }
 }

@@ -407,9 +407,6 @@ fn spec(heads: usize, kv_heads: usize) -> Attention {
         head_dim: 4,
         scale: 0.5,
         causal: true,
-        window: None,
-        documents: false,
-        dropout: None,
         ..Attention::default()
     }
 }

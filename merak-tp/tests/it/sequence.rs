@@ -227,9 +227,6 @@ pub(crate) fn sequence_first() -> Graph {
             head_dim: 2,
             scale: 0.5,
             causal: true,
-            window: None,
-            documents: false,
-            dropout: None,
             ..Attention::default()
         };
         let mixed = by_sample(&module.attention(&q?, &k?, &v?, &spec, 0.1)?)?;

@@ -79,16 +79,7 @@ impl Encoder {
             let module = attn.sub(name);
             module.linear(x, width, WeightLayout::OutIn, bias, init)
         });
-        let head_dim = width / self.num_heads;
-        let spec = Attention {
-            heads: self.num_heads,
-            kv_heads: self.num_heads,
-            head_dim,
-            scale: 1.0 / (head_dim as f64).sqrt(),
-            causal: false,
-            window: None,
-            ..Attention::default()
-        };
+        let spec = Attention::of_heads(self.num_heads, width / self.num_heads);
         let terms = AttentionTerms { seen, bias: None };
         attn.attention_with([&q?, &k?, &v?], terms, &spec, self.attention_dropout)
     }

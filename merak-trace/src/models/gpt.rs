@@ -69,15 +69,9 @@ impl Gpt {
         let normed = block.sub("ln1").layer_norm(x, 1e-5)?;
         let [q, k, v] = [attn.sub("q"), attn.sub("k"), attn.sub("v")]
             .map(|module| linear(module, &normed, self.hidden, std.inner));
-        let head_dim = self.hidden / self.heads;
         let spec = Attention {
-            heads: self.heads,
-            kv_heads: self.heads,
-            head_dim,
-            scale: 1.0 / (head_dim as f64).sqrt(),
             causal: true,
-            window: None,
-            ..Attention::default()
+            ..Attention::of_heads(self.heads, self.hidden / self.heads)
         };
         let mixed = attn.attention(&q?, &k?, &v?, &spec, self.dropout)?;
         let mixed = attn.dropout(
@@ -131,14 +125,8 @@ impl Model for Gpt {
                 x = self.block(&root.sub(&format!("h.{index}")), &x, std)?;
             }
             let x = root.sub("ln_f").layer_norm(&x, 1e-5)?;
-            let logits = lm_head(
-                root,
-                "lm_head",
-                &x,
-                (self.tie && !options.untie).then_some(&wte),
-                self.vocab_size,
-                std.inner,
-            )?;
+            let tied = (self.tie && !options.untie).then_some(&wte);
+            let logits = lm_head(root, "lm_head", &x, tied, self.vocab_size, std.inner)?;
             finish(root, &logits, options)
         })
     }

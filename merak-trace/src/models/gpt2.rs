@@ -122,13 +122,9 @@ impl Gpt2 {
         let qkv = linear(&attn.sub("c_attn"), &normed, 3 * self.n_embd, normal)?;
         let parts = attn.split(&qkv, 2, &[self.n_embd; 3])?;
         let spec = Attention {
-            heads: self.n_head,
-            kv_heads: self.n_head,
-            head_dim: self.n_embd / self.n_head,
             scale: self.attention_scale(index),
             causal: true,
-            window: None,
-            ..Attention::default()
+            ..Attention::of_heads(self.n_head, self.n_embd / self.n_head)
         };
         let mixed = attn.attention(&parts[0], &parts[1], &parts[2], &spec, self.attn_pdrop)?;
         let mixed = linear(&attn.sub("c_proj"), &mixed, self.n_embd, output)?;
@@ -184,15 +180,8 @@ impl Model for Gpt2 {
             let x = transformer
                 .sub("ln_f")
                 .layer_norm(&x, self.layer_norm_epsilon)?;
-            let tied = self.tie_word_embeddings && !options.untie;
-            let logits = lm_head(
-                root,
-                "lm_head",
-                &x,
-                tied.then_some(&wte),
-                self.vocab_size,
-                std,
-            )?;
+            let tied = (self.tie_word_embeddings && !options.untie).then_some(&wte);
+            let logits = lm_head(root, "lm_head", &x, tied, self.vocab_size, std)?;
             finish(root, &logits, options)
         })
     }

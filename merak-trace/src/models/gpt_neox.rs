@@ -147,13 +147,8 @@ impl GptNeoX {
         let positions = attn.positions(x.shape()[1])?;
         let turn = |heads| attn.rope(heads, &positions, rope.clone());
         let spec = Attention {
-            heads: self.num_heads,
-            kv_heads: self.num_heads,
-            head_dim: self.head_dim,
-            scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
-            window: None,
-            ..Attention::default()
+            ..Attention::of_heads(self.num_heads, self.head_dim)
         };
         let mixed = attn.attention(&turn(&q)?, &turn(&k)?, &v, &spec, self.attention_dropout)?;
         linear("dense", &mixed, self.hidden_size, std.output)
@@ -208,8 +203,7 @@ impl Model for GptNeoX {
             let x = model
                 .sub("final_layer_norm")
                 .layer_norm(&x, self.layer_norm_eps)?;
-            let tied = self.tie_word_embeddings && !options.untie;
-            let tied = tied.then_some(&table);
+            let tied = (self.tie_word_embeddings && !options.untie).then_some(&table);
             let logits = lm_head(root, "embed_out", &x, tied, self.vocab_size, std.inner)?;
             finish(root, &logits, options)
         })

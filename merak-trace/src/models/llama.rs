@@ -159,13 +159,10 @@ impl Llama {
         };
         let (q, k) = (turn("q_norm", &q)?, turn("k_norm", &k)?);
         let spec = Attention {
-            heads: self.num_heads,
             kv_heads: self.num_kv_heads,
-            head_dim: self.head_dim,
-            scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
             window: self.windows[index],
-            ..Attention::default()
+            ..Attention::of_heads(self.num_heads, self.head_dim)
         };
         let mixed = attn.attention(&q, &k, &v, &spec, self.attention_dropout)?;
         Self::linear(
@@ -242,8 +239,7 @@ impl Model for Llama {
                 x = self.layer(&layer, &x, index, (std, &rope))?;
             }
             let x = model.sub("norm").rms_norm(&x, self.rms_norm_eps)?;
-            let tied = self.tie_word_embeddings && !options.untie;
-            let tied = tied.then_some(&table);
+            let tied = (self.tie_word_embeddings && !options.untie).then_some(&table);
             let logits = lm_head(root, "lm_head", &x, tied, self.vocab_size, std.inner)?;
             finish(root, &logits, options)
         })

@@ -171,15 +171,9 @@ impl Opt {
     fn attention(&self, attn: &Module, x: &Symbol, std: Deviations) -> Result<Symbol> {
         let project = |name| self.linear(&attn.sub(name), x, self.hidden_size, std.inner);
         let (q, k, v) = (project("q_proj")?, project("k_proj")?, project("v_proj")?);
-        let head_dim = self.hidden_size / self.num_heads;
         let spec = Attention {
-            heads: self.num_heads,
-            kv_heads: self.num_heads,
-            head_dim,
-            scale: 1.0 / (head_dim as f64).sqrt(),
             causal: true,
-            window: None,
-            ..Attention::default()
+            ..Attention::of_heads(self.num_heads, self.hidden_size / self.num_heads)
         };
         let mixed = attn.attention(&q, &k, &v, &spec, self.attention_dropout)?;
         self.linear(&attn.sub("out_proj"), &mixed, self.hidden_size, std.output)
@@ -219,8 +213,7 @@ impl Model for Opt {
                 self.embedding_size,
                 std.inner,
             )?;
-            let tied = self.tie_word_embeddings && !options.untie;
-            let tied = tied.then_some(&table);
+            let tied = (self.tie_word_embeddings && !options.untie).then_some(&table);
             let logits = lm_head(root, "lm_head", &x, tied, self.vocab_size, std.inner)?;
             finish(root, &logits, options)
         })

@@ -357,9 +357,8 @@ impl Model for T5 {
             } else {
                 x
             };
-            let tied = self.tie_word_embeddings && !options.untie;
             let std = self.initializer_factor;
-            let tied = tied.then_some(&table);
+            let tied = (self.tie_word_embeddings && !options.untie).then_some(&table);
             let logits = lm_head(root, "lm_head", &x, tied, self.vocab_size, std)?;
             finish_with(root, &logits, &[options.batch, target], options)
         })

@@ -236,14 +236,9 @@ mod tests {
         let mut input = |name, len| graph.add_input(name, TensorType::new([1, len, 4], DType::F32));
         let operands = vec![input("q", queries), input("k", keys), input("v", keys)];
         let spec = Attention {
-            heads: 2,
-            kv_heads: 2,
-            head_dim: 2,
-            scale: 1.0,
             causal,
             window,
-            dropout: None,
-            ..Attention::default()
+            ..Attention::of_heads(2, 2)
         };
         graph
             .add_node(&"".into(), Op::Attention(spec), operands)

@@ -278,6 +278,18 @@ pub struct AttentionOptions {
 }
 
 impl Attention {
+    /// Attention of all queries to all keys, with as many heads of keys as of queries and scores
+    /// times `1/√head_dim`.
+    pub fn of_heads(heads: usize, head_dim: usize) -> Self {
+        Self {
+            heads,
+            kv_heads: heads,
+            head_dim,
+            scale: 1.0 / (head_dim as f64).sqrt(),
+            ..Self::default()
+        }
+    }
+
     /// Where the operands lie that the rank at `place` has, `local` queries among them, if the
     /// queries are a slice; otherwise the last queries stand at the last keys.
     pub fn places(&self, place: Coord, local: usize) -> Option<Places> {

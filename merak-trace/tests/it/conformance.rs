@@ -458,7 +458,6 @@ fn odd_sizes_agree_for_attention_and_lookups() {
             scale: 0.4,
             causal,
             window,
-            documents: false,
             dropout,
             ..Attention::default()
         };
@@ -573,9 +572,6 @@ fn odd_sizes_agree_for_attention_with_hidden_keys_and_biases() {
             head_dim: 5,
             scale: 0.4,
             causal,
-            window: None,
-            documents: false,
-            dropout: None,
             ..Attention::default()
         };
         let buckets = RelativeBuckets {
@@ -630,7 +626,6 @@ fn documents_agree_with_windows_biases_and_dropout() {
             causal,
             window,
             documents: true,
-            dropout: None,
             ..Attention::default()
         };
         let buckets = RelativeBuckets {
@@ -727,9 +722,6 @@ fn what_is_no_number_spreads_alike_in_attention_and_losses() {
             head_dim: 9,
             scale: 0.4,
             causal: false,
-            window: None,
-            documents: false,
-            dropout: None,
             ..Attention::default()
         };
         let qkv = [t(&[2, 3, 9]), t(&[2, 3, 9]), t(&[2, 3, 9])];

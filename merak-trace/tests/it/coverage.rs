@@ -143,9 +143,6 @@ impl Cases {
             head_dim: 3,
             scale: 0.7,
             causal: false,
-            window: None,
-            documents: false,
-            dropout: None,
             ..Attention::default()
         };
         let buckets = RelativeBuckets {

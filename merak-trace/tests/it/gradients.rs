@@ -349,7 +349,6 @@ fn attention() {
             scale: 0.7,
             causal,
             window,
-            documents: false,
             dropout,
             ..Attention::default()
         };
@@ -376,9 +375,6 @@ fn attention_with_hidden_keys_and_a_table_of_relative_positions() {
             head_dim: 3,
             scale: 0.7,
             causal,
-            window: None,
-            documents: false,
-            dropout: None,
             ..Attention::default()
         };
         let buckets = RelativeBuckets {

@@ -155,8 +155,6 @@ impl Shape {
             scale: 0.7,
             causal: self.causal,
             window: self.window,
-            documents: false,
-            dropout: None,
             ..Attention::default()
         };
         let mask: Vec<_> = (0..self.batch * self.k_len)
@@ -243,9 +241,6 @@ fn check_biased(q_len: usize, k_len: usize, causal: bool, p: f64) {
         head_dim: 3,
         scale: 0.7,
         causal,
-        window: None,
-        documents: false,
-        dropout: None,
         ..Attention::default()
     };
     let buckets = RelativeBuckets {
@@ -295,8 +290,6 @@ fn attentions_with_dropout_of_any_shape() {
             head_dim: 1,
             scale: 0.7,
             causal: true,
-            window: None,
-            documents: false,
             dropout: Some(DropoutSpec {
                 p,
                 key: 5,
