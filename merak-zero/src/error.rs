@@ -2,7 +2,7 @@
 
 use crate::DeviceError;
 use merak_mpu::DType;
-use std::{io, path::PathBuf};
+use std::{fmt, io, path::PathBuf};
 
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -171,6 +171,18 @@ pub enum Error {
 }
 
 impl Error {
+    pub(crate) fn out_of_range(
+        setting: &'static str,
+        found: impl fmt::Display,
+        expected: &'static str,
+    ) -> Self {
+        Self::OutOfRange {
+            setting,
+            found: found.to_string(),
+            expected,
+        }
+    }
+
     pub(crate) fn device(what: &'static str) -> impl Fn(DeviceError) -> Self {
         move |source| Self::Device { what, source }
     }

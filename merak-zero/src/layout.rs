@@ -99,11 +99,7 @@ impl FlatLayout {
     ) -> Result<Self> {
         for (setting, found) in [("bucket size", bucket_size), ("number of parts", num_parts)] {
             if found == 0 {
-                return Err(Error::OutOfRange {
-                    setting,
-                    found: found.to_string(),
-                    expected: "at least 1",
-                });
+                return Err(Error::out_of_range(setting, found, "at least 1"));
             }
         }
         let mut seen = BTreeSet::new();

@@ -390,11 +390,7 @@ fn in_range(setting: &'static str, found: f64, legal: bool, expected: &'static s
     if legal && found.is_finite() {
         return Ok(());
     }
-    Err(Error::OutOfRange {
-        setting,
-        found: found.to_string(),
-        expected,
-    })
+    Err(Error::out_of_range(setting, found, expected))
 }
 
 fn refuse_foreign_kwargs(kind: LrSchedulerType, kwargs: &LrSchedulerKwargs) -> Result<()> {

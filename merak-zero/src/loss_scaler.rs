@@ -71,11 +71,7 @@ impl LossScaling {
             }
             _ => return Ok(()),
         };
-        Err(Error::OutOfRange {
-            setting,
-            found: found.to_string(),
-            expected,
-        })
+        Err(Error::out_of_range(setting, found, expected))
     }
 
     /// The first scale.

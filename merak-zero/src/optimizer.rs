@@ -167,26 +167,18 @@ impl OptimizerConfig {
         ];
         for (setting, found, (expected, is_legal)) in ranges {
             if !is_legal(found) {
-                return Err(Error::OutOfRange {
-                    setting,
-                    found: found.to_string(),
-                    expected,
-                });
+                return Err(Error::out_of_range(setting, found, expected));
             }
         }
         if self.muon_ns_steps == 0 {
-            return Err(Error::OutOfRange {
-                setting: "muon_ns_steps",
-                found: "0".to_owned(),
-                expected: "at least 1",
-            });
+            return Err(Error::out_of_range("muon_ns_steps", "0", "at least 1"));
         }
         if self.nesterov && self.sgd_momentum == 0.0 {
-            return Err(Error::OutOfRange {
-                setting: "sgd_momentum",
-                found: "0".to_owned(),
-                expected: "more than 0 with `nesterov`",
-            });
+            return Err(Error::out_of_range(
+                "sgd_momentum",
+                "0",
+                "more than 0 with `nesterov`",
+            ));
         }
         Ok(())
     }

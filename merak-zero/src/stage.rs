@@ -36,11 +36,7 @@ impl TryFrom<u8> for ZeroStage {
             1 => Ok(Self::OptimizerState),
             2 => Ok(Self::Gradients),
             3 => Ok(Self::Parameters),
-            _ => Err(Error::OutOfRange {
-                setting: "stage",
-                found: stage.to_string(),
-                expected: "0, 1, 2 or 3",
-            }),
+            _ => Err(Error::out_of_range("stage", stage, "0, 1, 2 or 3")),
         }
     }
 }

@@ -54,11 +54,11 @@ impl<T: HostTensor> TensorOptimizer<T> {
             .map(|(name, tensor)| adapt(ParamSpec::new(name, &tensor.sizes(), places[name])));
         let specs = specs.collect();
         if config.stage > ZeroStage::Gradients {
-            return Err(Error::OutOfRange {
-                setting: "stage",
-                found: u8::from(config.stage).to_string(),
-                expected: "at most 2 for whole tensors",
-            });
+            return Err(Error::out_of_range(
+                "stage",
+                u8::from(config.stage),
+                "at most 2 for whole tensors",
+            ));
         }
         let optimizer = ZeroOptimizer::new(specs, GlobalParams::new(all), config, groups)?;
         let len = optimizer.layout().len();

@@ -86,9 +86,9 @@ pub(crate) fn check(rule: &dyn UpdateRule) -> Result<()> {
     if is_sorted && are_words && names.len() <= MAX_STATES {
         return Ok(());
     }
-    Err(Error::OutOfRange {
-        setting: "state_names",
-        found: format!("{names:?} of `{}`", rule.name()),
-        expected: "at most four different names of ASCII letters, digits and `_`, in alphabetical order",
-    })
+    Err(Error::out_of_range(
+        "state_names",
+        format!("{names:?} of `{}`", rule.name()),
+        "at most four different names of ASCII letters, digits and `_`, in alphabetical order",
+    ))
 }

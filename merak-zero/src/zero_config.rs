@@ -107,11 +107,7 @@ impl ZeroConfig {
             ),
         ] {
             if !legal {
-                return Err(Error::OutOfRange {
-                    setting,
-                    found: found.to_string(),
-                    expected,
-                });
+                return Err(Error::out_of_range(setting, found, expected));
             }
         }
         Ok(())

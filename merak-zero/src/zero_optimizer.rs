@@ -531,11 +531,11 @@ impl ZeroOptimizer {
     ) -> Result<(UpdateReport, Arrivals)> {
         flat::check("parameter", params, self.num_params())?;
         if lr < 0.0 || !lr.is_finite() {
-            return Err(Error::OutOfRange {
-                setting: "lr",
-                found: lr.to_string(),
-                expected: "a finite number of at least 0",
-            });
+            return Err(Error::out_of_range(
+                "lr",
+                lr,
+                "a finite number of at least 0",
+            ));
         }
         let optimizer = &self.config.optimizer;
         let mut specs = self.layout.params().iter();
