@@ -100,7 +100,7 @@ pub(crate) fn joined(folder: &Path, mut manifest: Manifest) -> Result<Manifest> 
     let place = format!("../{}", base.folder);
     let in_base = |problem| {
         let file = format!("{place}/{}", format::MANIFEST);
-        damaged(folder, Damage::of_file(&file, problem))
+        Error::damaged(folder, Damage::of_file(&file, problem))
     };
     let path = folder.join(&place);
     let shared = read_base(&path, &base).map_err(|error| match error {
@@ -132,7 +132,7 @@ pub(crate) fn joined(folder: &Path, mut manifest: Manifest) -> Result<Manifest> 
         .tensors
         .sort_by(|a, b| (&a.kind, &a.name).cmp(&(&b.kind, &b.name)));
     let checked = manifest.check_order().and_then(|()| manifest.check_total());
-    checked.map_err(|damage| damaged(folder, damage))?;
+    checked.map_err(|damage| Error::damaged(folder, damage))?;
     Ok(manifest)
 }
 
@@ -141,17 +141,10 @@ fn read_base(folder: &Path, base: &Base) -> Result<Manifest> {
     let (expected, found) = (base.checksum, Checksum::of(&text));
     if found != expected {
         let problem = Problem::OtherBase { expected, found };
-        return Err(damaged(folder, Damage::of_file(format::MANIFEST, problem)));
+        let damage = Damage::of_file(format::MANIFEST, problem);
+        return Err(Error::damaged(folder, damage));
     }
     parse_manifest(folder, &text)
-}
-
-fn damaged(folder: &Path, damage: Damage) -> Error {
-    Error::Damaged {
-        path: folder.to_owned(),
-        damage: Box::new(damage),
-        older: None,
-    }
 }
 
 #[cfg(test)]
@@ -166,13 +159,7 @@ mod tests {
         let layout = Layout::whole(&[1]);
         let bytes: Vec<_> = tensors.iter().map(|(_, value)| [*value]).collect();
         let pieces = tensors.iter().zip(&bytes).map(|((name, _), bytes)| {
-            let piece = Piece {
-                kind: &Kind::Parameter,
-                name,
-                dtype: DType::U8,
-                layout: &layout,
-                range: None,
-            };
+            let piece = Piece::parameter(name, DType::U8, &layout);
             (piece, bytes.as_slice())
         });
         let pieces: Vec<_> = pieces.collect();

@@ -188,17 +188,11 @@ impl Checkpoint {
         let tensor = self.tensor(kind, name)?;
         let layout = crate::Layout::whole(&tensor.shape);
         let mut out = vec![0; tensor.num_bytes()];
-        let dtype = tensor.dtype;
-        self.read(
-            &Piece {
-                kind,
-                name,
-                dtype,
-                layout: &layout,
-                range: None,
-            },
-            &mut out,
-        )?;
+        let piece = Piece {
+            kind,
+            ..Piece::parameter(name, tensor.dtype, &layout)
+        };
+        self.read(&piece, &mut out)?;
         Ok(out)
     }
 
@@ -217,11 +211,7 @@ impl Checkpoint {
     /// Opens the checkpoint in this very folder; errors do not look for an older one.
     pub(crate) fn load(folder: &Path) -> Result<Self> {
         let checkpoint = Self::read_table(folder)?;
-        let damaged = |damage| Error::Damaged {
-            path: folder.to_owned(),
-            damage: Box::new(damage),
-            older: None,
-        };
+        let damaged = |damage| Error::damaged(folder, damage);
         for file in &checkpoint.manifest.files {
             check_length(folder, file).map_err(damaged)?;
             if !format::is_tensor_file(&file.name) {
@@ -412,12 +402,7 @@ impl Checkpoint {
     }
 
     fn damaged(&self, damage: Damage) -> Error {
-        Error::Damaged {
-            path: self.folder.clone(),
-            damage: Box::new(damage),
-            older: None,
-        }
-        .with_older()
+        Error::damaged(&self.folder, damage).with_older()
     }
 }
 
@@ -452,26 +437,14 @@ pub(crate) fn parse_manifest(folder: &Path, text: &[u8]) -> Result<Manifest> {
             found,
             supported: format::VERSION,
         },
-        Refused::Damaged(damage) => Error::Damaged {
-            path: folder.to_owned(),
-            damage: Box::new(damage),
-            older: None,
-        },
+        Refused::Damaged(damage) => Error::damaged(folder, damage),
     })
 }
 
 /// The text of a folder's manifest.
 pub(crate) fn read_manifest(folder: &Path) -> Result<Vec<u8>> {
     let path = folder.join(format::MANIFEST);
-    let damaged = |problem| Error::Damaged {
-        path: folder.to_owned(),
-        damage: Box::new(Damage {
-            file: format::MANIFEST.to_owned(),
-            tensor: None,
-            problem,
-        }),
-        older: None,
-    };
+    let damaged = |problem| Error::damaged(folder, Damage::of_file(format::MANIFEST, problem));
     let length = match fs::metadata(&path) {
         Ok(metadata) if metadata.is_file() => metadata.len(),
         Ok(_) => return Err(damaged(Problem::Irregular)),

@@ -11,11 +11,7 @@ use std::path::{Path, PathBuf};
 
 /// Checks that the file exists in full length.
 pub(crate) fn check_length(folder: &Path, entry: &FileEntry) -> Result<(), Damage> {
-    let damage = |problem| Damage {
-        file: entry.name.clone(),
-        tensor: None,
-        problem,
-    };
+    let damage = |problem| Damage::of_file(&entry.name, problem);
     let found = match fs::metadata(folder.join(&entry.name)) {
         Ok(metadata) if metadata.is_file() => metadata.len(),
         Ok(_) => return Err(damage(Problem::Irregular)),

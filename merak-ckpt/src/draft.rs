@@ -322,13 +322,7 @@ mod tests {
     fn write(store: &Store, step: u64, value: u8) -> (Draft, Vec<Shard>) {
         let draft = store.begin(step).unwrap();
         let layout = Layout::whole(&[4]);
-        let piece = Piece {
-            kind: &Kind::Parameter,
-            name: "w",
-            dtype: DType::U8,
-            layout: &layout,
-            range: None,
-        };
+        let piece = Piece::parameter("w", DType::U8, &layout);
         let shard = draft
             .write_shard(ShardKind::Model, 0, &[(piece, &[value; 4])])
             .unwrap();
@@ -448,13 +442,7 @@ mod tests {
             rank += 1;
             let layout = Layout::shard(&[4], 0, region.0..region.1).unwrap();
             let bytes = vec![0; layout.num_local_elements() * dtype.size_bytes()];
-            let piece = Piece {
-                kind: &Kind::Parameter,
-                name: "w",
-                dtype,
-                layout: &layout,
-                range: None,
-            };
+            let piece = Piece::parameter("w", dtype, &layout);
             draft
                 .write_shard(ShardKind::Model, rank, &[(piece, &bytes)])
                 .unwrap()

@@ -251,6 +251,15 @@ pub enum Error {
 }
 
 impl Error {
+    /// A damaged checkpoint for which no older one was looked for.
+    pub(crate) fn damaged(folder: &Path, damage: Damage) -> Self {
+        Self::Damaged {
+            path: folder.to_owned(),
+            damage: Box::new(damage),
+            older: None,
+        }
+    }
+
     /// Whether the command line or an input file is to blame (exit status 2), rather than the run.
     pub fn is_user_error(&self) -> bool {
         match self {

@@ -12,19 +12,13 @@
 //! # Example
 //!
 //! ```
-//! use merak_ckpt::{Checkpoint, DType, Header, Kind, Layout, Piece, ShardKind, Store};
+//! use merak_ckpt::{Checkpoint, DType, Header, Layout, Piece, ShardKind, Store};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let folder = tempfile::tempdir()?;
 //! let store = Store::in_output_dir(folder.path());
 //! let whole = Layout::whole(&[2, 3]);
-//! let piece = |layout| Piece {
-//!     kind: &Kind::Parameter,
-//!     name: "wte.weight",
-//!     dtype: DType::U8,
-//!     layout,
-//!     range: None,
-//! };
+//! let piece = |layout| Piece::parameter("wte.weight", DType::U8, layout);
 //!
 //! // Save on one rank ...
 //! let draft = store.begin(10)?;

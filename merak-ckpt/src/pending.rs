@@ -71,14 +71,8 @@ impl Draft {
     /// let staging = Staging::default();
     /// let pending = draft.write_shard_later(ShardKind::Model, 0, &staging, move |look| {
     ///     let weights = shared.read().expect("nobody panicked");
-    ///     let piece = Piece {
-    ///         kind: &Kind::Parameter,
-    ///         name: "w",
-    ///         dtype: DType::U8,
-    ///         layout: &Layout::whole(&[4]),
-    ///         range: None,
-    ///     };
-    ///     look(&[(piece, &weights)]);
+    ///     let layout = Layout::whole(&[4]);
+    ///     look(&[(Piece::parameter("w", DType::U8, &layout), &weights)]);
     /// })?;
     /// // Waits for the copy, not for the disk.
     /// weights.write().expect("nobody panicked").fill(2);
@@ -181,13 +175,7 @@ mod tests {
     use std::sync::{Arc, RwLock};
 
     fn piece(layout: &Layout) -> Piece<'_> {
-        Piece {
-            kind: &Kind::Parameter,
-            name: "w",
-            dtype: DType::U8,
-            layout,
-            range: None,
-        }
+        Piece::parameter("w", DType::U8, layout)
     }
 
     /// Shows one buffer as the tensor `w`.

@@ -69,13 +69,7 @@ impl Default for ReshardOptions {
 /// let folder = tempfile::tempdir()?;
 /// let store = Store::in_output_dir(folder.path().join("one"));
 /// let layout = Cut::new(1, [3]).layout(&[2, 3], 0, 1)?;
-/// let piece = Piece {
-///     kind: &Kind::Parameter,
-///     name: "w",
-///     dtype: DType::U8,
-///     layout: &layout,
-///     range: None,
-/// };
+/// let piece = Piece::parameter("w", DType::U8, &layout);
 /// let draft = store.begin(7)?;
 /// let shard = draft.write_shard(ShardKind::Model, 0, &[(piece, &[0, 1, 2, 3, 4, 5])])?;
 /// let one = draft.commit(vec![shard], Header::default(), &[])?;

@@ -299,11 +299,7 @@ pub(crate) fn copy_other_files(
             };
             return Err(Error::Damaged {
                 path: source.path().to_owned(),
-                damage: Box::new(Damage {
-                    file: expected.name.clone(),
-                    tensor: None,
-                    problem,
-                }),
+                damage: Box::new(Damage::of_file(&expected.name, problem)),
                 older: source.older()?.map(|older| older.path().to_owned()),
             });
         }
@@ -350,8 +346,8 @@ pub(crate) fn write_file(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::DType;
     use crate::shard::{ShardKind, slices};
-    use crate::{DType, Kind};
     use proptest::prelude::*;
     use std::time::Duration;
 
@@ -387,13 +383,7 @@ mod tests {
         let pieces: Vec<_> = names
             .iter()
             .zip(&layouts)
-            .map(|(name, layout)| Piece {
-                kind: &Kind::Parameter,
-                name,
-                dtype: DType::U8,
-                layout,
-                range: None,
-            })
+            .map(|(name, layout)| Piece::parameter(name, DType::U8, layout))
             .collect();
         let supply = Stream {
             source,

@@ -37,6 +37,19 @@ pub struct Piece<'a> {
     pub range: Option<Range<usize>>,
 }
 
+impl<'a> Piece<'a> {
+    /// All of a rank's part of a parameter.
+    pub fn parameter(name: &'a str, dtype: DType, layout: &'a Layout) -> Self {
+        Self {
+            kind: &Kind::Parameter,
+            name,
+            dtype,
+            layout,
+            range: None,
+        }
+    }
+}
+
 /// A [`Piece`] that borrows nothing, so that another thread can take it.
 #[derive(Debug, Clone)]
 pub struct OwnedPiece {

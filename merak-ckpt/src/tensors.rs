@@ -67,7 +67,7 @@ impl Checkpoint {
                 mut buffer,
                 ..
             } = lend(name, tensor, &layout)?;
-            let piece = parameter(name, dtype, &layout);
+            let piece = Piece::parameter(name, dtype, &layout);
             self.read_buffer(&piece, &mut *buffer)?;
         }
         Ok(())
@@ -83,12 +83,11 @@ impl Checkpoint {
             name: name.to_owned(),
             source,
         };
-        let mut all = merak_mpu::DType::ALL.into_iter();
-        let dtype = all.find(|dtype| dtype.as_str() == entry.dtype.as_str());
+        let dtype = merak_mpu::DType::from_name(entry.dtype.as_str());
         let dtype = dtype.ok_or_else(|| failed(format!("its type is {}", entry.dtype).into()))?;
         let mut buffer = zeros(dtype, entry.shape.iter().product());
         let layout = Layout::whole(&entry.shape);
-        self.read_buffer(&parameter(name, entry.dtype, &layout), &mut *buffer)?;
+        self.read_buffer(&Piece::parameter(name, entry.dtype, &layout), &mut *buffer)?;
         T::from_buffer(&entry.shape, buffer).map_err(|error| failed(error.into()))
     }
 
@@ -119,7 +118,7 @@ impl Draft {
         let lent: Vec<Lent<'_>> = lent.collect::<Result<_>>()?;
         let pieces: Vec<_> = lent
             .iter()
-            .map(|lent| parameter(lent.name, lent.dtype, &lent.layout))
+            .map(|lent| Piece::parameter(lent.name, lent.dtype, &lent.layout))
             .collect();
         for (piece, lent) in pieces.iter().zip(&lent) {
             piece.check_buffer(lent.buffer.len() * lent.dtype.size_bytes())?;
@@ -164,14 +163,4 @@ fn lend<'a, T: HostTensor>(
         layout: layout(name, &tensor.sizes())?,
         buffer,
     })
-}
-
-fn parameter<'a>(name: &'a str, dtype: DType, layout: &'a Layout) -> Piece<'a> {
-    Piece {
-        kind: &Kind::Parameter,
-        name,
-        dtype,
-        layout,
-        range: None,
-    }
 }

@@ -163,11 +163,8 @@ pub(super) fn is_same(source: &Checkpoint, first: &str, second: &str) -> Result<
         let read = |name| {
             let mut out = vec![0; (end - begin) * dtype.size_bytes()];
             let piece = Piece {
-                kind: &Kind::Parameter,
-                name,
-                dtype,
-                layout: &layout,
                 range: Some(begin..end),
+                ..Piece::parameter(name, dtype, &layout)
             };
             source.read_as(&piece, &mut out).map(|()| out)
         };

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::layout::Part;
 use crate::rewrite::{MIN_MEMORY, Values};
-use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, TensorEntry};
+use crate::{Checkpoint, DType, Error, Layout, Piece, Result, TensorEntry};
 use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -236,13 +236,7 @@ impl Values for Changed<'_> {
         if !is_there {
             let layout = Layout::whole(&change.stored.shape);
             let mut whole = vec![0; layout.num_local_elements() * piece.dtype.size_bytes()];
-            let stored = Piece {
-                kind: &Kind::Parameter,
-                name,
-                dtype: piece.dtype,
-                layout: &layout,
-                range: None,
-            };
+            let stored = Piece::parameter(name, piece.dtype, &layout);
             self.source.read_as(&stored, &mut whole)?;
             *last = Some((name.clone(), piece.dtype, whole));
         }

@@ -109,11 +109,8 @@ impl LowRank {
             let end = rows.min(first + step);
             values.resize((end - first) * columns * 4, 0);
             let piece = Piece {
-                kind: &Kind::Parameter,
-                name,
-                dtype: DType::F32,
-                layout: &layout,
                 range: Some(first * columns..end * columns),
+                ..Piece::parameter(name, DType::F32, &layout)
             };
             base.read_as(&piece, &mut values)?;
             self.product
@@ -216,13 +213,7 @@ fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> {
 fn read_f32(tensors: &Checkpoint, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
     let layout = Layout::whole(shape);
     let mut bytes = vec![0; layout.num_local_elements() * 4];
-    let piece = Piece {
-        kind: &Kind::Parameter,
-        name,
-        dtype: DType::F32,
-        layout: &layout,
-        range: None,
-    };
+    let piece = Piece::parameter(name, DType::F32, &layout);
     tensors.read_as(&piece, &mut bytes)?;
     Ok(floats(&bytes).collect())
 }

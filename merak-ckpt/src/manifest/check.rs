@@ -78,11 +78,10 @@ impl Manifest {
             .windows(2)
             .find(|pair| pair[0].name >= pair[1].name)
         {
-            Some(pair) => Err(Damage {
-                file: pair[1].name.clone(),
-                tensor: None,
-                problem: malformed("files are not in order, or not unique"),
-            }),
+            Some(pair) => {
+                let problem = malformed("files are not in order, or not unique");
+                Err(Damage::of_file(&pair[1].name, problem))
+            }
             None => Ok(()),
         }
     }
@@ -308,11 +307,7 @@ fn malformed(reason: impl Into<String>) -> Problem {
 }
 
 fn in_manifest(problem: Problem) -> Damage {
-    Damage {
-        file: format::MANIFEST.to_owned(),
-        tensor: None,
-        problem,
-    }
+    Damage::of_file(format::MANIFEST, problem)
 }
 
 fn damage(tensor: &TensorEntry, problem: Problem) -> Damage {

@@ -187,9 +187,5 @@ fn malformed(reason: &impl ToString) -> Refused {
 }
 
 fn damaged(problem: Problem) -> Refused {
-    Refused::Damaged(Damage {
-        file: format::MANIFEST.to_owned(),
-        tensor: None,
-        problem,
-    })
+    Refused::Damaged(Damage::of_file(format::MANIFEST, problem))
 }

@@ -200,13 +200,7 @@ fn save_vectors(store: &Store, values: &[f32], other: &str) {
     let draft = store.begin(9).expect("it begins");
     let layout = Layout::whole(&[values.len()]);
     let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-    let piece = |name| Piece {
-        kind: &Kind::Parameter,
-        name,
-        dtype: DType::F32,
-        layout: &layout,
-        range: None,
-    };
+    let piece = |name| Piece::parameter(name, DType::F32, &layout);
     let pieces = [(piece("w"), bytes.as_slice()), (piece(other), &bytes)];
     let shard = draft.write_shard(ShardKind::Model, 0, &pieces);
     let shards = vec![shard.expect("it is written")];
@@ -648,13 +642,7 @@ fn damage_of_a_shared_base_leaves_no_checkpoint_on_it_to_propose() {
     let store = Store::in_output_dir(folder.path());
     save(&store, 1, topology(1, 1, 1)).unwrap();
     let layout = Layout::whole(&[4]);
-    let piece = |name| Piece {
-        kind: &Kind::Parameter,
-        name,
-        dtype: DType::U8,
-        layout: &layout,
-        range: None,
-    };
+    let piece = |name| Piece::parameter(name, DType::U8, &layout);
     let base = store.begin_base(1, 2).unwrap();
     let shard = base.write_shard(ShardKind::Model, 0, &[(piece("frozen"), &[1; 4])]);
     base.commit(vec![shard.unwrap()], Header::default(), &[])

@@ -1,7 +1,7 @@
 //! What a crash leaves: killed processes, disks that are full.
 
 use crate::support::{save, topology};
-use merak_ckpt::{Checkpoint, DType, Header, Kind, Layout, Piece, ShardKind, Store};
+use merak_ckpt::{Checkpoint, DType, Header, Layout, Piece, ShardKind, Store};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -16,13 +16,7 @@ fn write_source(folder: &Path) {
     let layout = Layout::whole(&[512, 1024]);
     let bytes: Vec<u8> = (0..512_u32 * 1024).flat_map(u32::to_le_bytes).collect();
     let names: Vec<_> = (0..8).map(|number| format!("h.{number}.w")).collect();
-    let piece = |name| Piece {
-        kind: &Kind::Parameter,
-        name,
-        dtype: DType::U32,
-        layout: &layout,
-        range: None,
-    };
+    let piece = |name| Piece::parameter(name, DType::U32, &layout);
     let pieces: Vec<_> = names
         .iter()
         .map(|name| (piece(name), bytes.as_slice()))

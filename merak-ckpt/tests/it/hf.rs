@@ -6,8 +6,8 @@
 use crate::hf_whole::whole;
 use crate::support::topology;
 use merak_ckpt::{
-    Checkpoint, Cut, DType, Error, ExportOptions, Header, HfFolder, ImportOptions, Kind, Layout,
-    Piece, ShardKind, Store, TensorEntry, Topology, export_hf, import_hf,
+    Checkpoint, Cut, DType, Error, ExportOptions, Header, HfFolder, ImportOptions, Layout, Piece,
+    ShardKind, Store, TensorEntry, Topology, export_hf, import_hf,
 };
 use serde_json::Value;
 use std::fs;
@@ -37,13 +37,7 @@ pub(crate) fn json(path: &Path) -> Value {
 fn read(folder: &HfFolder, tensor: &TensorEntry, dtype: DType) -> Vec<u8> {
     let layout = Layout::whole(&tensor.shape);
     let mut out = vec![0; tensor.num_elements() * dtype.size_bytes()];
-    let piece = Piece {
-        kind: &Kind::Parameter,
-        name: &tensor.name,
-        dtype,
-        layout: &layout,
-        range: None,
-    };
+    let piece = Piece::parameter(&tensor.name, dtype, &layout);
     folder.read_as(&piece, &mut out).expect("it reads");
     out
 }
@@ -350,13 +344,7 @@ fn checkpoint(folder: &Path, parameters: &[(&str, f32)], config: &[u8]) -> Check
         .iter()
         .zip(&bytes)
         .map(|((name, _), bytes)| {
-            let piece = Piece {
-                kind: &Kind::Parameter,
-                name,
-                dtype: DType::F32,
-                layout: &layout,
-                range: None,
-            };
+            let piece = Piece::parameter(name, DType::F32, &layout);
             (piece, bytes.as_slice())
         })
         .collect();

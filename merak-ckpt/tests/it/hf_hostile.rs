@@ -2,7 +2,7 @@
 //! run.
 
 use crate::hf::{copy, golden};
-use merak_ckpt::{HfFolder, ImportOptions, Kind, Layout, Piece, import_hf};
+use merak_ckpt::{HfFolder, ImportOptions, Layout, Piece, import_hf};
 use std::fs;
 use std::path::Path;
 
@@ -145,13 +145,8 @@ fn every_truncation_and_many_flipped_bits_give_an_error_or_tensors() {
             let read_all = |folder: HfFolder| {
                 let mut tensors = folder.tensors().iter();
                 tensors.try_for_each(|tensor| {
-                    let piece = Piece {
-                        kind: &Kind::Parameter,
-                        name: &tensor.name,
-                        dtype: tensor.dtype,
-                        layout: &Layout::whole(&tensor.shape),
-                        range: None,
-                    };
+                    let layout = Layout::whole(&tensor.shape);
+                    let piece = Piece::parameter(&tensor.name, tensor.dtype, &layout);
                     folder.read_as(&piece, &mut vec![0; tensor.num_bytes()])
                 })
             };

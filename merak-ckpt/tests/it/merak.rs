@@ -2,7 +2,7 @@
 //! model.
 
 use merak_ckpt::{
-    Checkpoint, DType, HfFolder, ImportOptions, Kind, Layout, Piece, Tolerance, Topology, diff,
+    Checkpoint, DType, HfFolder, ImportOptions, Layout, Piece, Tolerance, Topology, diff,
     import_hf, import_merak,
 };
 use safetensors::tensor::TensorView;
@@ -27,13 +27,7 @@ fn golden() -> PathBuf {
 fn values(folder: &HfFolder, name: &str, shape: &[usize]) -> Vec<f32> {
     let layout = Layout::whole(shape);
     let mut bytes = vec![0; layout.num_local_elements() * 4];
-    let piece = Piece {
-        kind: &Kind::Parameter,
-        name,
-        dtype: DType::F32,
-        layout: &layout,
-        range: None,
-    };
+    let piece = Piece::parameter(name, DType::F32, &layout);
     folder.read_as(&piece, &mut bytes).expect("it reads");
     let values = bytes.chunks_exact(4);
     values

@@ -159,13 +159,7 @@ fn large_tensors_stream_through_small_buffers() {
     let shape = [768, 3072];
     let bytes: Vec<u8> = (0..768_u32 * 3072).flat_map(u32::to_le_bytes).collect();
     let layout = Cut::new(1, [1024; 3]).layout(&shape, 0, 1).unwrap();
-    let piece = Piece {
-        kind: &Kind::Parameter,
-        name: "w",
-        dtype: DType::U32,
-        layout: &layout,
-        range: None,
-    };
+    let piece = Piece::parameter("w", DType::U32, &layout);
     let draft = store.begin(1).unwrap();
     let shard = draft
         .write_shard(ShardKind::Model, 0, &[(piece, &bytes)])

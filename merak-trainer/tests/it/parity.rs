@@ -19,8 +19,7 @@ use std::{
 };
 
 use merak_ckpt::{
-    Checkpoint, DType, Header, HfFolder, ImportOptions, Kind, Layout, Piece, ShardKind, Store,
-    import_hf,
+    Checkpoint, DType, Header, HfFolder, ImportOptions, Layout, Piece, ShardKind, Store, import_hf,
 };
 #[cfg(feature = "tch")]
 use merak_trace::backend::tch::{Tch, TchDevice};
@@ -147,13 +146,7 @@ impl Golden {
 
         let values = self.parameters.iter().map(|(name, shape)| {
             let layout = Layout::whole(shape);
-            let piece = Piece {
-                kind: &Kind::Parameter,
-                name,
-                dtype: DType::F32,
-                layout: &layout,
-                range: None,
-            };
+            let piece = Piece::parameter(name, DType::F32, &layout);
             let mut bytes = vec![0; 4 * shape.iter().product::<usize>()];
             imported.read(&piece, &mut bytes).expect("it was imported");
             (name.clone(), shape.clone(), bytes)
@@ -202,13 +195,7 @@ fn write_checkpoint(
         .iter()
         .zip(&layouts)
         .map(|((name, _, bytes), layout)| {
-            let piece = Piece {
-                kind: &Kind::Parameter,
-                name,
-                dtype: DType::F32,
-                layout,
-                range: None,
-            };
+            let piece = Piece::parameter(name, DType::F32, layout);
             (piece, bytes.as_slice())
         });
     let draft = Store::in_output_dir(folder).begin(0);
