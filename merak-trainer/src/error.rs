@@ -16,7 +16,10 @@ pub use self::{
 };
 use merak_ckpt::words::{brief, file, sentence};
 use merak_pipe::Action;
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -266,6 +269,33 @@ pub enum Teller {
     HereForOther,
     /// Another: that of the rank, or the first one.
     Other,
+}
+
+impl Error {
+    /// Why an input file or folder cannot be read.
+    pub fn reading(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
+        move |source| Self::Read {
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    /// Why an input that a key names cannot be read.
+    pub fn reading_input(key: &'static str, path: &Path) -> impl Fn(io::Error) -> Self + Copy {
+        move |source| Self::ReadInput {
+            key,
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    /// Why an output file or folder cannot be written.
+    pub fn writing(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
+        move |source| Self::Write {
+            path: path.to_owned(),
+            source,
+        }
+    }
 }
 
 /// The error of a thread that does not start.

@@ -23,7 +23,7 @@ mod start;
 
 use crate::{
     config::{CheckedArguments, RESOLVED},
-    error::{Error, FolderError, Result, chain},
+    error::{FolderError, Result, chain},
 };
 use check::{check_link, check_names, check_place};
 pub(crate) use contents::Contents;
@@ -136,12 +136,7 @@ impl RunFolder {
     /// folder cannot be changed.
     pub fn take(args: &CheckedArguments, resolved: String) -> Result<Arc<Self>> {
         let path = args.run_folder()?;
-        let failed = |source| {
-            Error::Folder(FolderError::OutputDir {
-                path: path.clone(),
-                source,
-            })
-        };
+        let failed = FolderError::output_dir(&path);
         check_link(&path)?;
         let made = MadeFolders::make(&path).map_err(failed)?;
         let lock = lock(&path)?;
@@ -178,12 +173,7 @@ impl RunFolder {
     pub fn begin(&self, from: Option<u64>) -> Result<()> {
         self.make_room(from)
             .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
-            .map_err(|source| {
-                Error::Folder(FolderError::OutputDir {
-                    path: self.path.clone(),
-                    source,
-                })
-            })
+            .map_err(FolderError::output_dir(&self.path))
     }
 
     /// The content of `config.resolved.toml`.
@@ -243,12 +233,7 @@ impl RunFolder {
         }
         let renewed = fs::create_dir_all(&self.path)
             .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
-            .map_err(|source| {
-                Error::Folder(FolderError::OutputDir {
-                    path: self.path.clone(),
-                    source,
-                })
-            })
+            .map_err(FolderError::output_dir(&self.path))
             .and_then(|()| self::lock(&self.path));
         let path = self.path.display();
         match renewed {

@@ -368,10 +368,7 @@ fn prompts(args: &Args, folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<
         .collect();
     if let Some(path) = &args.prompt_file {
         let text =
-            merak_ckpt::read_regular(path, MAX_PROMPT_BYTES).map_err(|source| Error::Read {
-                path: path.clone(),
-                source,
-            })?;
+            merak_ckpt::read_regular(path, MAX_PROMPT_BYTES).map_err(Error::reading(path))?;
         let lines = text.split(|byte| *byte == b'\n');
         let lines = lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line));
         texts.extend(lines.filter(|line| !line.is_empty()).map(<[u8]>::to_vec));

@@ -370,13 +370,8 @@ pub(crate) const CONFIG: &str = "model.config";
 
 /// Reads a model's `config.json`, which this key names.
 pub(crate) fn read(key: &'static str, path: &Path) -> Result<Value> {
-    let text = merak_ckpt::read_text(path, merak_ckpt::MAX_CONFIG_BYTES).map_err(|source| {
-        Error::ReadInput {
-            key,
-            path: path.to_owned(),
-            source,
-        }
-    })?;
+    let text = merak_ckpt::read_text(path, merak_ckpt::MAX_CONFIG_BYTES)
+        .map_err(Error::reading_input(key, path))?;
     serde_json::from_str(&text).map_err(|error| {
         let message = error.to_string();
         let path = path.to_owned();

@@ -11,7 +11,7 @@ use merak_trainer::{
 use serde_json::{Value, json};
 use std::{
     fs::File,
-    io::{self, BufWriter, Write},
+    io::{BufWriter, Write},
     path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
@@ -186,10 +186,7 @@ pub(super) fn write(
         }
         file.flush()
     });
-    written.map_err(|source: io::Error| Error::Write {
-        path: path.to_owned(),
-        source,
-    })
+    written.map_err(Error::writing(path))
 }
 
 /// The object of a sample: its place, its prediction, and what is shorter than that.

@@ -289,10 +289,7 @@ impl Entries {
             Some(path) => {
                 let path = PathBuf::from(path);
                 let read = merak_ckpt::read_text(&path, MAX_SCHEDULE_BYTES);
-                let read = read.map_err(|source| merak_trainer::Error::Read {
-                    path: path.clone(),
-                    source,
-                })?;
+                let read = read.map_err(merak_trainer::Error::reading(&path))?;
                 Self {
                     // Some editors put a byte-order mark before a text.
                     text: read.trim_start_matches('\u{feff}').to_owned(),
@@ -531,12 +528,8 @@ impl Order {
     }
 
     fn read(path: &Path) -> Result<Self, Failure> {
-        let text = merak_ckpt::read_text(path, MAX_SCHEDULE_BYTES).map_err(|source| {
-            merak_trainer::Error::Read {
-                path: path.to_path_buf(),
-                source,
-            }
-        })?;
+        let text = merak_ckpt::read_text(path, MAX_SCHEDULE_BYTES)
+            .map_err(merak_trainer::Error::reading(path))?;
         let sized =
             Schedule::from_sized_csv(file(path), &text).map_err(|error| of_file(path, &error))?;
         Ok(Self::File { text, sized })

@@ -20,10 +20,7 @@ pub(crate) fn read(path: &Path) -> Result<Layer> {
     if path.is_dir() {
         return Err(no_configuration(path).into());
     }
-    let text = read_text(path, MAX_CONFIG_BYTES).map_err(|source| Error::Read {
-        path: path.to_path_buf(),
-        source,
-    })?;
+    let text = read_text(path, MAX_CONFIG_BYTES).map_err(Error::reading(path))?;
     // Some editors put a byte-order mark before a text.
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     let mut layer = Layer::default();

@@ -9,7 +9,7 @@ use std::{
 use super::{
     fingerprint::names_below,
     plain::TextKind,
-    text::{Candidate, Documents, Reading, cannot_read, list, read_up_to},
+    text::{Candidate, Documents, Reading, list, read_up_to},
 };
 use crate::error::{DataError, Error, Result};
 
@@ -119,8 +119,7 @@ impl CrateSources {
 
 /// `name-version` of the packages from a registry, sorted.
 fn packages(lock: &Path) -> Result<BTreeSet<String>> {
-    let text =
-        merak_ckpt::read_text(lock, MAX_LOCK_BYTES).map_err(|source| cannot_read(lock, source))?;
+    let text = merak_ckpt::read_text(lock, MAX_LOCK_BYTES).map_err(Error::reading(lock))?;
     let damaged = |reason: &str| {
         Error::Data(DataError::NoDefaultText {
             reason: format!("{}: {reason}", lock.display()),

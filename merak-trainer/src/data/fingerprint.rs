@@ -18,13 +18,13 @@ use super::{
     parquet,
     source::count,
     tensor_files,
-    text::{Candidate, cannot_read, files_of},
+    text::{Candidate, files_of},
     token_file,
     tokenizer::Tokenizer,
 };
 use crate::{
     config::{DataArguments, DataFormat},
-    error::Result,
+    error::{Error, Result},
 };
 
 /// Fingerprint of a run's data files and tokenizer. It does not depend on the place of their folder
@@ -87,7 +87,7 @@ impl DataFingerprint {
     pub fn of_files(folder: &Path, names: &[&str]) -> Result<Self> {
         let file = |name: &&str| {
             let path = folder.join(name);
-            let metadata = fs::metadata(&path).map_err(|source| cannot_read(&path, source))?;
+            let metadata = fs::metadata(&path).map_err(Error::reading(&path))?;
             let bytes = metadata.len();
             Ok(((*name).to_owned(), Candidate { path, bytes }))
         };
@@ -276,7 +276,7 @@ fn contents(files: &[Candidate], bytes: u64) -> Result<Checksum> {
             }
             let to = end.min(begin + file.bytes);
             let mut piece = vec![0; (to - from) as usize];
-            let unread = |source| cannot_read(&file.path, source);
+            let unread = Error::reading(&file.path);
             if opened.is_none() {
                 opened = Some(merak_ckpt::open_regular(&file.path).map_err(unread)?.0);
             }

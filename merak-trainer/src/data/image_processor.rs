@@ -34,10 +34,7 @@ impl Normalization {
             return Self::of(&Value::Null, channels).map_err(|reason| wrong(FILE, reason));
         };
         let text = merak_ckpt::read_text(&path, merak_ckpt::MAX_CONFIG_BYTES);
-        let text = text.map_err(|source| Error::Read {
-            path: path.clone(),
-            source,
-        })?;
+        let text = text.map_err(Error::reading(&path))?;
         let fields: std::result::Result<Value, String> =
             serde_json::from_str(&text).map_err(|error| error.to_string());
         let found = fields.and_then(|fields| Self::of(&fields, channels));

@@ -23,7 +23,7 @@ pub(super) fn rows(path: &Path) -> Parsed<'static> {
         wrong(path, row, format!("the row cannot be read: {error}"))
     };
     let opened = merak_ckpt::open_regular(&path)
-        .map_err(|source| super::text::cannot_read(&path, source))
+        .map_err(crate::error::Error::reading(&path))
         .and_then(|(file, _)| {
             SerializedFileReader::new(file).map_err(|error| failed(&path, 0, error))
         });

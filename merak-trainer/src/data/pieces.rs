@@ -12,9 +12,9 @@ use std::{
 
 use super::{
     plain::{Before, TextKind, piece_of},
-    text::{Candidate, cannot_read},
+    text::Candidate,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A document, or a part of one that others follow.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,7 +79,7 @@ impl Counted {
     /// Opens the first `most` bytes of a file.
     pub(super) fn open(file: &Candidate, most: u64, count: &Arc<AtomicU64>) -> Result<Self> {
         let opened = merak_ckpt::open_regular(&file.path);
-        let (opened, _) = opened.map_err(|source| cannot_read(&file.path, source))?;
+        let (opened, _) = opened.map_err(Error::reading(&file.path))?;
         Ok(Self {
             // The file may have grown since it was listed.
             file: opened.take(file.bytes.min(most)),
@@ -138,7 +138,7 @@ impl FileParts {
             }
             let mut more = self.file.by_ref().take(PIECE as u64);
             let read = more.read_to_end(&mut self.text);
-            self.is_read = read.map_err(|source| cannot_read(&self.path, source))? == 0;
+            self.is_read = read.map_err(Error::reading(&self.path))? == 0;
         };
         let bytes: Vec<_> = self.text.drain(..length).collect();
         let line_ends = bytes.iter().map(|&byte| usize::from(byte == b'\n'));

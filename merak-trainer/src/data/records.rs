@@ -183,7 +183,7 @@ pub(crate) fn parse<'a>(
 fn json_lines<'a>(path: Arc<Path>, content: impl BufRead + Send + 'a) -> Parsed<'a> {
     let parse = move |(number, line): (u64, io::Result<Vec<u8>>)| {
         let wrong = |reason: String| wrong(&path, number, reason);
-        let line = line.map_err(|source| text::cannot_read(&path, source))?;
+        let line = line.map_err(Error::reading(&path))?;
         let mark = line.strip_prefix(BYTE_ORDER_MARK).filter(|_| number == 1);
         let line = mark.unwrap_or(&line);
         if line.trim_ascii().is_empty() {

@@ -131,7 +131,7 @@ impl TensorFiles {
         let from = tensor.bytes[0] + (row * bytes.len()) as u64;
         part.file
             .read_exact_at(&mut bytes, from)
-            .map_err(|source| text::cannot_read(&part.path, source))?;
+            .map_err(Error::reading(&part.path))?;
         let shape = tensor.shape[1..].to_vec();
         let tensor = if as_floats {
             let values = floats(tensor.dtype, &bytes);
@@ -149,11 +149,7 @@ impl TensorFiles {
 
 impl Part {
     fn open(key: &'static str, path: &Path) -> Result<Self> {
-        let (file, _) = merak_ckpt::open_regular(path).map_err(|source| Error::ReadInput {
-            key,
-            path: path.to_path_buf(),
-            source,
-        })?;
+        let (file, _) = merak_ckpt::open_regular(path).map_err(Error::reading_input(key, path))?;
         let tensors = stored_tensors(path)?;
         let mut samples: Option<(usize, String)> = None;
         for tensor in &tensors {

@@ -1,7 +1,7 @@
 //! Text files, in an order that is the same on every machine.
 
 use std::{
-    fs, io,
+    fs,
     io::Read as _,
     path::{Path, PathBuf},
 };
@@ -157,14 +157,14 @@ pub(crate) fn check_head(file: &Candidate, kind: TextKind) -> Result<Result<()>>
     let mut head = Vec::new();
     merak_ckpt::open_regular(&file.path)
         .and_then(|(opened, _)| opened.take(HEAD).read_to_end(&mut head))
-        .map_err(|source| cannot_read(&file.path, source))?;
+        .map_err(Error::reading(&file.path))?;
     let text = text_of(head, kind, file.bytes > HEAD);
     Ok(text.map(|_| ()).map_err(|error| error.of(&file.path, kind)))
 }
 
 /// The lines of a file, of which a piece at a time is in memory.
 fn lines_of(file: &Candidate) -> Result<u64> {
-    let unreadable = |source| cannot_read(&file.path, source);
+    let unreadable = Error::reading(&file.path);
     let (mut opened, _) = merak_ckpt::open_regular(&file.path).map_err(unreadable)?;
     let mut piece = vec![0; PIECE];
     let mut lines = 1;
@@ -199,11 +199,7 @@ pub(crate) fn files_of(
     path: &Path,
     accept: &dyn Fn(&Path) -> bool,
 ) -> Result<Vec<Candidate>> {
-    let unreadable = |source| Error::ReadInput {
-        key,
-        path: path.to_path_buf(),
-        source,
-    };
+    let unreadable = Error::reading_input(key, path);
     if fs::metadata(path).map_err(unreadable)?.is_dir() {
         return list(path, accept);
     }
@@ -219,14 +215,12 @@ pub(crate) fn list(folder: &Path, accept: &dyn Fn(&Path) -> bool) -> Result<Vec<
     let mut files = Vec::new();
     let mut folders = vec![folder.to_path_buf()];
     while let Some(folder) = folders.pop() {
-        let entries = fs::read_dir(&folder).map_err(|source| cannot_read(&folder, source))?;
+        let entries = fs::read_dir(&folder).map_err(Error::reading(&folder))?;
         for entry in entries {
-            let entry = entry.map_err(|source| cannot_read(&folder, source))?;
+            let entry = entry.map_err(Error::reading(&folder))?;
             let (path, name) = (entry.path(), entry.file_name());
             let name = name.to_string_lossy();
-            let kind = entry
-                .file_type()
-                .map_err(|source| cannot_read(&path, source))?;
+            let kind = entry.file_type().map_err(Error::reading(&path))?;
             if name.starts_with('.') {
                 continue;
             }
@@ -267,7 +261,7 @@ pub(crate) fn read_up_to(
         let most = file.bytes.min(left as u64);
         merak_ckpt::open_regular(&file.path)
             .and_then(|(opened, _)| opened.take(most).read_to_end(&mut text))
-            .map_err(|source| cannot_read(&file.path, source))?;
+            .map_err(Error::reading(&file.path))?;
         let bytes = text.len();
         let text = match text_of(text, reading.kind, file.bytes > left as u64) {
             Ok(text) => text,
@@ -288,13 +282,6 @@ pub(crate) fn read_up_to(
         }
     }
     Ok(found)
-}
-
-pub(crate) fn cannot_read(path: &Path, source: io::Error) -> Error {
-    Error::Read {
-        path: path.to_path_buf(),
-        source,
-    }
 }
 
 #[cfg(test)]

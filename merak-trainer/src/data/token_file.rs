@@ -24,10 +24,7 @@ use std::{
 use merak_ckpt::{Checksum, words::file};
 
 use super::{
-    fingerprint::TokenizerFingerprint,
-    input::Input,
-    store::TokenStore,
-    text::{cannot_read, files_of},
+    fingerprint::TokenizerFingerprint, input::Input, store::TokenStore, text::files_of,
     tokenizer::Tokenizer,
 };
 use crate::error::{DataError, Error, Result};
@@ -149,8 +146,7 @@ impl TokenHeader {
 
     /// The header of a token file.
     pub(super) fn read(path: &Path) -> Result<Self> {
-        let (opened, length) =
-            merak_ckpt::open_regular(path).map_err(|source| cannot_read(path, source))?;
+        let (opened, length) = merak_ckpt::open_regular(path).map_err(Error::reading(path))?;
         Self::read_from(&opened, path, length)
     }
 
@@ -162,7 +158,7 @@ impl TokenHeader {
         }
         opened
             .read_exact_at(&mut bytes, 0)
-            .map_err(|source| cannot_read(path, source))?;
+            .map_err(Error::reading(path))?;
         let header = Self::from_bytes(&bytes).map_err(|reason| unusable(path, reason))?;
         let expected = u128::from(header.tokens) * u128::from(header.width) + HEADER as u128;
         if u128::from(length) != expected {
@@ -372,11 +368,8 @@ impl TokenStore for TokenFiles {
 
 impl Part {
     fn open(key: &'static str, path: &Path, first: usize) -> Result<Self> {
-        let (file, length) = merak_ckpt::open_regular(path).map_err(|source| Error::ReadInput {
-            key,
-            path: path.to_path_buf(),
-            source,
-        })?;
+        let (file, length) =
+            merak_ckpt::open_regular(path).map_err(Error::reading_input(key, path))?;
         let header = TokenHeader::read_from(&file, path, length)?;
         Ok(Self {
             path: path.to_path_buf(),
@@ -411,7 +404,7 @@ impl Part {
         let mut bytes = vec![0; range.len() * width];
         self.file
             .read_exact_at(&mut bytes, (HEADER + range.start * width) as u64)
-            .map_err(|source| cannot_read(&self.path, source))?;
+            .map_err(Error::reading(&self.path))?;
         let before = ids.len();
         if width == 2 {
             let read = bytes.chunks_exact(2);
@@ -439,8 +432,7 @@ impl Part {
         let most = (self.header.documents)
             .saturating_mul(8)
             .saturating_add(INDEX_HEADER as u64);
-        let bytes =
-            merak_ckpt::read_regular(&path, most).map_err(|source| cannot_read(&path, source))?;
+        let bytes = merak_ckpt::read_regular(&path, most).map_err(Error::reading(&path))?;
         let header = bytes.get(..INDEX_HEADER);
         if bytes.len() as u64 != most || header != Some(&index_header(&self.header)) {
             let tokens = file(&self.path);

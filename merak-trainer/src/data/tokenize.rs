@@ -250,7 +250,7 @@ pub fn tokenize(
     let header = TokenHeader::new(TokenizerFingerprint::of(&tokenizer)?, source, trained);
     let draft = DraftBeside::begin_replacing(folder)?;
     let path = draft.path().to_path_buf();
-    let mut writer = TokenWriter::create(&path, header).map_err(cannot_write(&path))?;
+    let mut writer = TokenWriter::create(&path, header).map_err(Error::writing(&path))?;
     let (read, total) = (Arc::<AtomicU64>::default(), texts.bytes());
     let mut bytes = 0;
     let batches = Batches(texts.pieces(Fields::Text, &read));
@@ -262,7 +262,7 @@ pub fn tokenize(
             bytes += encoded.bytes;
             writer
                 .add(&encoded.ids, &encoded.ends)
-                .map_err(cannot_write(&path))?;
+                .map_err(Error::writing(&path))?;
             progress(TextProgress {
                 work: TextWork::Tokenizing,
                 done: read.load(Ordering::Relaxed),
@@ -271,9 +271,9 @@ pub fn tokenize(
             Ok(())
         },
     )?;
-    let header = writer.finish().map_err(cannot_write(&path))?;
+    let header = writer.finish().map_err(Error::writing(&path))?;
     let file = path.join(TOKENIZER);
-    fs::write(&file, tokenizer.to_json()?).map_err(cannot_write(&file))?;
+    fs::write(&file, tokenizer.to_json()?).map_err(Error::writing(&file))?;
     draft.replace()?;
     Ok(described(&header, &texts, Some(bytes)))
 }
@@ -302,13 +302,6 @@ fn source_print(arguments: &DataArguments, crates: &CrateSources) -> Result<Chec
     Ok(Checksum::of(format!("{files} {format} {skips}").as_bytes()))
 }
 
-fn cannot_write(path: &Path) -> impl Fn(io::Error) -> Error + '_ {
-    move |source| Error::Write {
-        path: path.to_path_buf(),
-        source,
-    }
-}
-
 /// Where a folder of token files goes.
 struct TokenPlace(PathBuf);
 
@@ -320,10 +313,10 @@ impl TokenPlace {
         }
         let others = match fs::symlink_metadata(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            Err(error) => return Err(cannot_write(folder)(error)),
+            Err(error) => return Err(Error::writing(folder)(error)),
             Ok(found) if !found.is_dir() => Some("it is no folder".to_owned()),
             Ok(_) => foreign(folder)
-                .map_err(cannot_write(folder))?
+                .map_err(Error::writing(folder))?
                 .map(|name| format!("it has {name}")),
         };
         match others {

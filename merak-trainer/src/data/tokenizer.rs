@@ -124,12 +124,8 @@ impl Tokenizer {
     ///
     /// An unreadable or damaged file.
     pub fn from_file(path: &Path) -> Result<Self> {
-        let bytes =
-            merak_ckpt::read_regular(path, MAX_FILE_BYTES).map_err(|source| Error::ReadInput {
-                key: "data.tokenizer",
-                path: path.to_path_buf(),
-                source,
-            })?;
+        let bytes = merak_ckpt::read_regular(path, MAX_FILE_BYTES)
+            .map_err(Error::reading_input("data.tokenizer", path))?;
         if is_of_bytes(&bytes) {
             return Ok(Self::bytes());
         }

@@ -1,8 +1,14 @@
 //! Errors of a run's folder.
 
-use super::words::{replaced_run, resume_auto_advice};
+use super::{
+    Error,
+    words::{replaced_run, resume_auto_advice},
+};
 use merak_ckpt::words::file;
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 /// What is wrong with the folder of a run.
 #[derive(Debug, thiserror::Error)]
@@ -61,4 +67,16 @@ pub enum FolderError {
         /// The reason.
         source: io::Error,
     },
+}
+
+impl FolderError {
+    /// Why an output folder cannot be written.
+    pub(crate) fn output_dir(path: &Path) -> impl Fn(io::Error) -> Error + Copy {
+        move |source| {
+            Error::Folder(Self::OutputDir {
+                path: path.to_owned(),
+                source,
+            })
+        }
+    }
 }

@@ -28,12 +28,7 @@ pub(super) fn check_link(path: &Path) -> Result<()> {
 
 /// Checks that the output folder can be made, without making it.
 pub(super) fn check_place(output_dir: &Path) -> Result<()> {
-    let refused = |path: &Path, source| {
-        Error::Folder(FolderError::OutputDir {
-            path: path.to_owned(),
-            source,
-        })
-    };
+    let refused = |path: &Path, source| FolderError::output_dir(path)(source);
     // Such as an illegal name, or a parent folder that may not be read.
     if let Err(error) = fs::metadata(output_dir)
         && !matches!(

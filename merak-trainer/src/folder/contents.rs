@@ -4,7 +4,7 @@ use super::{
     MOVING,
     moves::{lies_within, run_in},
 };
-use crate::error::{Error, FolderError, Result};
+use crate::error::{FolderError, Result};
 use merak_ckpt::{
     Store,
     format::{CHECKPOINTS, parse_step_name},
@@ -39,12 +39,7 @@ impl Contents {
     /// # Errors
     /// [`FolderError::OutputDir`] where the folder cannot be read.
     pub(crate) fn of(folder: &Path) -> Result<Self> {
-        Self::look(folder).map_err(|source| {
-            Error::Folder(FolderError::OutputDir {
-                path: folder.to_owned(),
-                source,
-            })
-        })
+        Self::look(folder).map_err(FolderError::output_dir(folder))
     }
 
     pub(super) fn look(folder: &Path) -> io::Result<Self> {

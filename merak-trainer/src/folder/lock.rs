@@ -23,10 +23,7 @@ pub(super) fn not_held(folder: &Path, error: CkptError) -> Error {
             folder: path,
             holder,
         }),
-        CkptError::Io { source, .. } => Error::Folder(FolderError::OutputDir {
-            path: folder.to_owned(),
-            source,
-        }),
+        CkptError::Io { source, .. } => FolderError::output_dir(folder)(source),
         other => other.into(),
     }
 }

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     config::CheckedArguments,
-    error::{Error, FolderError, Result},
+    error::{FolderError, Result},
 };
 use merak_ckpt::{Store, words::file, write_regular};
 use std::{fmt::Write as _, fs, io, path::Path, sync::atomic::Ordering};
@@ -141,12 +141,7 @@ impl RunFolder {
         };
         let moved = told_move(room.own, &run, &file(&path.join(&name)));
         let _ = writeln!(text, "{moved}");
-        let there = elsewhere(&path).map_err(|source| {
-            Error::Folder(FolderError::OutputDir {
-                path: path.clone(),
-                source,
-            })
-        })?;
+        let there = elsewhere(&path).map_err(FolderError::output_dir(&path))?;
         if let Some(there) = there.filter(|_| found.newest_step.is_some()) {
             let within = file(&free_within(&there, &name, &contents));
             let _ = writeln!(

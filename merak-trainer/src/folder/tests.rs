@@ -3,7 +3,7 @@
 use super::{moves::run_in, *};
 use crate::{
     config::{InputPath, MerakArguments},
-    error::FolderError,
+    error::{Error, FolderError},
 };
 use merak_ckpt::{Header, Store, format::CHECKPOINTS};
 use std::{io, path::Path};

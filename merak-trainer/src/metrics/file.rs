@@ -89,10 +89,7 @@ impl MetricsFile {
     ///
     /// When the file cannot be read or written.
     pub fn open(path: &Path, steps: usize) -> Result<Self> {
-        let failed = |source| Error::Write {
-            path: path.to_path_buf(),
-            source,
-        };
+        let failed = Error::writing(path);
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder).map_err(failed)?;
         }
@@ -122,10 +119,7 @@ impl MetricsFile {
         if lies_at(&self.file, &self.path) {
             return Ok(());
         }
-        self.renew_file().map_err(|source| Error::Write {
-            path: self.path.clone(),
-            source,
-        })?;
+        self.renew_file().map_err(Error::writing(&self.path))?;
         let path = words::file(&self.path);
         tracing::warn!(%path, "the file was removed or replaced: records go on in the one there now");
         Ok(())
@@ -151,10 +145,7 @@ impl MetricsFile {
     /// When the file cannot be read.
     pub fn records(&self) -> Result<Vec<Value>> {
         let bytes = merak_ckpt::read_regular(&self.path, u64::MAX);
-        let bytes = bytes.map_err(|source| Error::Write {
-            path: self.path.clone(),
-            source,
-        })?;
+        let bytes = bytes.map_err(Error::writing(&self.path))?;
         let text = String::from_utf8_lossy(&bytes);
         let records = text.lines().map(serde_json::from_str);
         Ok(records.filter_map(serde_json::Result::ok).collect())
@@ -173,10 +164,7 @@ impl MetricsFile {
     /// that finds the place free makes the file anew with this record too.
     pub fn append(&mut self, record: &impl Serialize) -> Result<()> {
         let path = self.path.clone();
-        let failed = |source| Error::Write {
-            path: path.clone(),
-            source,
-        };
+        let failed = Error::writing(&path);
         let mut line = serde_json::to_vec(record).map_err(|error| failed(error.into()))?;
         line.push(b'\n');
         let renewed = self.renew();

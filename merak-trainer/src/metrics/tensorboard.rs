@@ -55,10 +55,7 @@ impl EventFile {
             file.write_all(&record(&event(first_step, restart)))?;
             Ok(Self { path, file })
         });
-        made.map_err(|source| Error::Write {
-            path: folder.to_path_buf(),
-            source,
-        })
+        made.map_err(Error::writing(folder))
     }
 
     /// The file.
@@ -87,10 +84,7 @@ impl EventFile {
         // One unbuffered write for each record: a run that is killed leaves whole ones.
         self.file
             .write_all(&record(&event))
-            .map_err(|source| Error::Write {
-                path: self.path.clone(),
-                source,
-            })
+            .map_err(Error::writing(&self.path))
     }
 }
 

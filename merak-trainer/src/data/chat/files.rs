@@ -294,19 +294,12 @@ fn bytes_of(path: PathBuf) -> Result<Vec<u8>> {
 }
 
 fn read_template(path: &Path) -> Result<Written> {
-    let path = path.to_path_buf();
-    match merak_ckpt::read_text(&path, MAX_BYTES) {
-        Ok(text) => Ok(Written {
-            path,
-            text,
-            is_one_of_several: false,
-        }),
-        Err(source) => Err(Error::ReadInput {
-            key: "data.chat_template",
-            path,
-            source,
-        }),
-    }
+    let text = merak_ckpt::read_text(path, MAX_BYTES);
+    Ok(Written {
+        path: path.to_path_buf(),
+        text: text.map_err(Error::reading_input("data.chat_template", path))?,
+        is_one_of_several: false,
+    })
 }
 
 /// The special tokens by name: each is a text, or a table with its `content`.
@@ -320,10 +313,7 @@ fn special_tokens(config: &Value) -> Map<String, Value> {
 }
 
 fn json(path: &Path) -> Result<Value> {
-    let text = merak_ckpt::read_text(path, MAX_BYTES).map_err(|source| Error::Read {
-        path: path.to_path_buf(),
-        source,
-    })?;
+    let text = merak_ckpt::read_text(path, MAX_BYTES).map_err(Error::reading(path))?;
     serde_json::from_str(&text).map_err(|error| {
         Error::Data(DataError::ChatTemplate {
             path: path.to_path_buf(),
