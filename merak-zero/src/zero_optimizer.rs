@@ -76,14 +76,22 @@ pub struct ZeroOptimizer {
     rule: Option<Arc<dyn UpdateRule>>,
     exchange: Exchange,
     state: OwnedState,
-    /// Where the values of the state are instead, if the flat buffers are on a device.
-    on_device: Option<DeviceState>,
-    /// The folder of the files that the state lies in, if it is not in memory.
-    files: Option<PathBuf>,
+    room: Room,
     progress: Progress,
     scaler: Option<LossScaler>,
     /// Whether the gradients of the step in hand are averages already.
     reduced: bool,
+}
+
+/// Where the values of the state lie.
+#[derive(Debug)]
+enum Room {
+    /// Host memory.
+    Memory,
+    /// Files of this folder, mapped into memory.
+    Files(PathBuf),
+    /// The memory of a device, with the flat buffers.
+    Device(DeviceState),
 }
 
 impl ZeroOptimizer {
@@ -126,8 +134,7 @@ impl ZeroOptimizer {
             tensor_group: None,
             exchange,
             rule: None,
-            on_device: None,
-            files: None,
+            room: Room::Memory,
             progress: Progress::default(),
             reduced: false,
         })
@@ -179,7 +186,7 @@ impl ZeroOptimizer {
         }
         let extents = [self.exchange.params(), self.exchange.grads()];
         let state = DeviceState::new(device, &self.layout, &self.state, extents)?;
-        self.on_device = Some(state);
+        self.room = Room::Device(state);
         self.state = self.state.without_values();
         Ok(self)
     }
@@ -190,16 +197,16 @@ impl ZeroOptimizer {
     /// # Errors
     /// [`Error::StateFile`] when the files cannot be had.
     pub fn on_disk(mut self, folder: &Path) -> Result<Self> {
-        self.files = Some(folder.to_owned());
+        self.room = Room::Files(folder.to_owned());
         self.keep_in_files()?;
         Ok(self)
     }
 
     /// Brings what was moved into memory, or is shared with a snapshot, into files again.
     fn keep_in_files(&mut self) -> Result<()> {
-        match &self.files {
-            Some(folder) => self.state.keep_in_files(folder),
-            None => Ok(()),
+        match &self.room {
+            Room::Files(folder) => self.state.keep_in_files(folder),
+            Room::Memory | Room::Device(_) => Ok(()),
         }
     }
 
@@ -253,9 +260,9 @@ impl ZeroOptimizer {
 
     /// The state of the elements that this rank owns; a copy if it lies on a device.
     pub fn state(&self) -> Cow<'_, OwnedState> {
-        match &self.on_device {
-            None => Cow::Borrowed(&self.state),
-            Some(device) => Cow::Owned(self.state.with_values(device.read())),
+        match &self.room {
+            Room::Memory | Room::Files(_) => Cow::Borrowed(&self.state),
+            Room::Device(device) => Cow::Owned(self.state.with_values(device.read())),
         }
     }
 
@@ -265,9 +272,9 @@ impl ZeroOptimizer {
     /// [`Error::StateFile`] when a further file for the state cannot be had.
     pub fn edit_state(&mut self, edit: impl FnOnce(&mut OwnedState)) -> Result<()> {
         self.keep_in_files()?;
-        match &mut self.on_device {
-            None => edit(&mut self.state),
-            Some(device) => {
+        match &mut self.room {
+            Room::Memory | Room::Files(_) => edit(&mut self.state),
+            Room::Device(device) => {
                 let mut state = self.state.with_values(device.read());
                 edit(&mut state);
                 device.write(state.values());
@@ -480,11 +487,11 @@ impl ZeroOptimizer {
         flat::check("gradient", grads, self.num_gradients())?;
         let (blocks, threads) = (self.state.blocks(), self.config.threads);
         let places = self.state.places(self.exchange.grads());
-        let own = match &self.on_device {
-            None => flat::read(grads, |g| {
+        let own = match &self.room {
+            Room::Memory | Room::Files(_) => flat::read(grads, |g| {
                 norm::sums_of_squares(g, places.into_iter(), threads)
             }),
-            Some(device) => device.block_sums(grads, &places)?,
+            Room::Device(device) => device.block_sums(grads, &places)?,
         };
         let sums = norm::in_model_order(&self.layout, &self.model, blocks, own);
         let sums = norm::sum_over_ranks(&self.exchange, &self.model_group, sums)?;
@@ -557,7 +564,7 @@ impl ZeroOptimizer {
         if norm.non_finite.is_none() {
             let (config, time) = (&self.config.optimizer, self.progress.steps);
             let grad_scale = clip_factor / loss_scale.unwrap_or(1.0);
-            if let Some(device) = &mut self.on_device {
+            if let Room::Device(device) = &mut self.room {
                 let step = Step {
                     config,
                     lr,
