@@ -11,6 +11,7 @@ use merak_trace::{Overlap, Units};
 use merak_zero::{
     DynamicScaling, LossScaling, LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage,
 };
+use serde_json::Value;
 
 use super::{
     choice::{
@@ -622,32 +623,8 @@ impl MerakArguments {
 
 /// The first of the lists of layers that is set, by the name of its key.
 pub(crate) fn given_list(lists: &TpLayerListArguments) -> Option<&'static str> {
-    let is_set = [
-        (
-            "tp_layer_lists.col_para_list",
-            lists.col_para_list.is_some(),
-        ),
-        (
-            "tp_layer_lists.row_para_list",
-            lists.row_para_list.is_some(),
-        ),
-        (
-            "tp_layer_lists.input_output_mapping",
-            lists.input_output_mapping.is_some(),
-        ),
-        (
-            "tp_layer_lists.weight_change_list",
-            lists.weight_change_list.is_some(),
-        ),
-        ("tp_layer_lists.tp_attr_list", lists.tp_attr_list.is_some()),
-        (
-            "tp_layer_lists.conv_para_list",
-            lists.conv_para_list.is_some(),
-        ),
-    ];
-    is_set
-        .into_iter()
-        .find_map(|(name, set)| set.then_some(name))
+    let mut names = TpLayerListArguments::KEYS.iter().map(|key| key.name);
+    names.find(|name| matches!(lists.get(name), Some(Value::Array(_))))
 }
 
 /// The sections of a configuration file.
