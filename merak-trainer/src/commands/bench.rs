@@ -8,7 +8,7 @@ mod save;
 use super::{Outcome, output, world};
 use clap::{Args as ClapArgs, Subcommand};
 use merak_ckpt::cli::at_least_one;
-use merak_mpu::{GroupKind, LinkSpeed, SlowLink};
+use merak_mpu::{GroupKind, LinkSpeed, Member, Mpu, SlowLink};
 use merak_trace::models;
 use merak_trainer::{
     CheckedArguments, Config, Error, Given, MerakTrainer, Plan, PlanInputs, Result, StepReport,
@@ -206,12 +206,8 @@ impl Gpt {
         let RankOutcome {
             reports, on_links, ..
         } = &results[0];
-        let mut times: Vec<_> = reports[self.warmup..]
-            .iter()
-            .map(|report| report.time.as_secs_f64())
-            .collect();
-        times.sort_by(f64::total_cmp);
-        let median = times[times.len() / 2];
+        let counted = reports[self.warmup..].iter();
+        let median = median(counted.map(|report| report.time.as_secs_f64()).collect());
         let needs = plan.memory(args, &[])?;
         let planned_exchange = needs.iter().map(|need| need.exchange);
         let planned = needs
@@ -252,12 +248,7 @@ impl Gpt {
                 .iter()
                 .flatten()
                 .fold(member, |member, link| link.joined_by(&member));
-            let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
-            let parts = TrainerParts {
-                train_data: Some(Arc::clone(data)),
-                ..TrainerParts::default()
-            };
-            let mut trainer = MerakTrainer::new(Arc::clone(plan), mpu, args, parts)?;
+            let mut trainer = trainer_on(data, member, plan, args)?;
             let mut reports = Vec::new();
             let times = || {
                 let of = |link: &SlowLink| [link.busy(), link.waited()];
@@ -480,6 +471,26 @@ fn of_size(error: merak_trace::Error, positions: &str) -> super::Failure {
         _ => return error.into(),
     };
     format!("{option} {reason}").into()
+}
+
+/// The trainer of a rank.
+fn trainer_on(
+    data: &Arc<dyn Dataset>,
+    member: Member,
+    plan: &Arc<Plan>,
+    args: &CheckedArguments,
+) -> Result<MerakTrainer> {
+    let mpu = Mpu::new(member, plan.draft.degrees)?;
+    let parts = TrainerParts {
+        train_data: Some(Arc::clone(data)),
+        ..TrainerParts::default()
+    };
+    MerakTrainer::new(Arc::clone(plan), mpu, args, parts)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// Random tokens: sample and position decide each.

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::Gpt2Shape;
+use super::{Gpt2Shape, median};
 
 /// Seconds of one round on a rank.
 struct Times {
@@ -102,11 +102,8 @@ impl Generate {
                 .collect::<Result<Vec<_>>>()
         })?;
         // The first replica has at least as many prompts as the others.
-        let of_rank = |rank: usize, of: fn(&Times) -> f64| {
-            let mut all: Vec<_> = times[rank].iter().map(of).collect();
-            all.sort_by(f64::total_cmp);
-            all[all.len() / 2]
-        };
+        let of_rank =
+            |rank: usize, of: fn(&Times) -> f64| median(times[rank].iter().map(of).collect());
         let prefill = of_rank(0, |times| times.prefill);
         let step = of_rank(0, |times| times.decode) / (self.new_tokens - 1) as f64;
         let busy: Vec<_> = (0..times.len())

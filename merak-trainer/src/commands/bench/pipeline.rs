@@ -1,13 +1,12 @@
 //! `merak bench pipeline`: schedules as they ran, beside the simulator's predictions.
 
-use super::{super::Failure, MadeUp, Options, configured, located, of_size};
+use super::{super::Failure, MadeUp, Options, configured, located, median, of_size, trainer_on};
 use clap::Args as ClapArgs;
-use merak_mpu::Mpu;
 use merak_pipe::{Costs, ScheduleKind, Timeline, simulate_on};
 use merak_trace::models::{self, Model};
 use merak_trainer::{
-    CheckedArguments, Config, CostModel, MerakTrainer, Plan, PlanInputs, Prediction, Result,
-    StageTimes, StepRecord, TrainerParts, Workload, World, data::Dataset, run_world,
+    CheckedArguments, Config, CostModel, Plan, PlanInputs, Prediction, Result, StageTimes,
+    StepRecord, Workload, World, data::Dataset, run_world,
 };
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -194,12 +193,7 @@ impl Pipeline {
             vocab: self.vocab,
         });
         run_world(args, |member| {
-            let mpu = Mpu::new(member, plan.draft.degrees)?;
-            let parts = TrainerParts {
-                train_data: Some(Arc::clone(&data)),
-                ..TrainerParts::default()
-            };
-            let mut trainer = MerakTrainer::new(Arc::clone(plan), mpu, args, parts)?;
+            let mut trainer = trainer_on(&data, member, plan, args)?;
             (0..=self.steps).try_for_each(|_| trainer.train_step().map(drop))?;
             Ok(trainer.records().cloned().collect())
         })
@@ -278,9 +272,4 @@ fn stages(rounds: &[Vec<StageTimes>]) -> Value {
         })
     });
     stages.collect()
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }

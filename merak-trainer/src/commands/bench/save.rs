@@ -3,8 +3,8 @@
 use clap::Args as ClapArgs;
 use merak_trace::models::Model;
 use merak_trainer::{
-    CheckedArguments, Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, Workload,
-    data::Dataset, run_world,
+    CheckedArguments, Config, MerakTrainer, Plan, PlanInputs, Result, Workload, data::Dataset,
+    run_world,
 };
 use serde_json::{Value, json};
 use std::{
@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Gpt2Shape, MadeUp};
+use super::{Gpt2Shape, MadeUp, median, trainer_on};
 
 /// Times checkpoints of a GPT that are written at once and while training goes on; prints one JSON
 /// line.
@@ -76,23 +76,14 @@ impl Save {
             vocab: self.shape.vocab,
         });
         let rounds = run_world(args, |member| {
-            let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
-            let parts = TrainerParts {
-                train_data: Some(Arc::clone(&data)),
-                ..TrainerParts::default()
-            };
-            let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
+            let mut trainer = trainer_on(&data, member, &plan, args)?;
             // The first step touches memory.
             trainer.train_step()?;
             (0..self.steps)
                 .map(|_| round(&mut trainer))
                 .collect::<Result<Vec<_>>>()
         })?;
-        let median = |of: &dyn Fn(&Round) -> f64| {
-            let mut all: Vec<_> = rounds[0].iter().map(of).collect();
-            all.sort_by(f64::total_cmp);
-            all[all.len() / 2]
-        };
+        let median = |of: &dyn Fn(&Round) -> f64| median(rounds[0].iter().map(of).collect());
         let (save, stall) = (median(&|r| ms(r.save)), median(&|r| ms(r.stall)));
         Ok(json!({
             "bytes": 12 * plan.graph.num_elements(),
