@@ -136,11 +136,6 @@ impl Threads {
         }
     }
 
-    /// Calls `f` once for each chunk index below `num_chunks`.
-    pub fn for_each_chunk(&self, num_chunks: usize, f: impl Fn(usize) + Send + Sync) {
-        self.for_each(0..num_chunks, f);
-    }
-
     /// Calls `f` once for each item, in any order and on any thread.
     pub fn for_each<I>(&self, items: I, f: impl Fn(I::Item) + Send + Sync)
     where
@@ -248,10 +243,10 @@ mod tests {
     #[test]
     fn no_items_and_nested_calls_are_fine() {
         let threads = Threads::new(2).unwrap();
-        threads.for_each_chunk(0, |_| unreachable!("there is no chunk"));
+        threads.for_each(0..0, |_: usize| unreachable!("there is no item"));
         let total = std::sync::atomic::AtomicUsize::new(0);
-        threads.for_each_chunk(3, |_| {
-            threads.for_each_chunk(10, |i| {
+        threads.for_each(0..3, |_: usize| {
+            threads.for_each(0..10, |i| {
                 total.fetch_add(i, std::sync::atomic::Ordering::Relaxed);
             });
         });

@@ -1,6 +1,6 @@
 //! Arguments that passed the checks, and what follows from them.
 
-use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
+use std::{ops::Deref, path::PathBuf};
 
 use merak_mpu::{ChosenEngine, DType, Degrees, GroupKind, Rank, Topology};
 use merak_partition::ScheduleChoice;
@@ -408,13 +408,6 @@ impl CheckedArguments {
             has_masters: self.has_masters(),
             threads,
         }
-    }
-
-    /// Checkpoints to keep; `None` keeps all.
-    pub fn checkpoints_kept(&self) -> Option<NonZeroUsize> {
-        usize::try_from(self.save_total_limit)
-            .ok()
-            .and_then(NonZeroUsize::new)
     }
 
     /// Most new tokens per prompt.
