@@ -208,7 +208,9 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// length, which are cut evenly.
     ///
     /// # Errors
-    /// When the group is poisoned, or the members call different operations.
+    /// When the group is poisoned, or the members call different operations;
+    /// [`Error::BadBuffer`](crate::Error::BadBuffer) where a buffer did not open as it should, as
+    /// an engine may find out when the last member starts.
     fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started;
 
     /// Reduces `[L]` element by element; every member gets the `[L]` result in its own buffer.

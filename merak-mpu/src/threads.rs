@@ -15,8 +15,8 @@
 //! starts when it may need one, that sleeps between its jobs, and that ends with the last handle on
 //! the world. It leaves members time to come first, 0.2 milliseconds where there are more cores
 //! than ranks, and 10 where it would take a core from a rank. So pending operations make progress
-//! without their callers, and may be waited for in any order, by some members only, or be polled
-//! until they are done.
+//! without their callers, and may be waited for in any order, or by some members only. They count
+//! as done once all members have come: a wait then computes what is left, and needs no other rank.
 //!
 //! The arithmetic of an element never depends on the thread that computes its chunk, so results are
 //! the same bits in every run.

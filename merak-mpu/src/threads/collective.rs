@@ -46,12 +46,17 @@ pub(super) struct Collective {
     deposits: Mutex<Vec<Option<Deposit>>>,
     full: AtomicBool,
     led: AtomicBool,
+    /// The number of the buffer that the leader is opening or closing; else [`NO_BUFFER`].
+    at_buffer: AtomicUsize,
     work: OnceLock<Work>,
     results: Mutex<Vec<Option<Box<dyn Buffer>>>>,
     done: AtomicBool,
 }
 
-/// A buffer that did not open as it should: its number, length and dtype.
+/// The number of no buffer.
+const NO_BUFFER: usize = usize::MAX;
+
+/// A buffer that did not open as it should: its member, length and dtype.
 pub(super) struct Unopened {
     pub(super) rank: usize,
     pub(super) len: usize,
@@ -68,6 +73,7 @@ impl Collective {
             deposits: Mutex::new((0..n).map(|_| None).collect()),
             full: AtomicBool::new(false),
             led: AtomicBool::new(false),
+            at_buffer: AtomicUsize::new(NO_BUFFER),
             work: OnceLock::new(),
             results: Mutex::default(),
             done: AtomicBool::new(false),
@@ -187,6 +193,13 @@ impl Collective {
         Ok(())
     }
 
+    /// To a thread whose [`Collective::lead`] has panicked, tells which of the `n` members has the
+    /// buffer that did, if one did.
+    pub(super) fn panicked_at(&self, n: usize) -> Option<usize> {
+        let number = self.at_buffer.load(Ordering::Relaxed);
+        (number != NO_BUFFER).then_some(number % n)
+    }
+
     /// Works on chunks while there are any left.
     pub(super) fn help(&self) {
         if let Some(work) = self.work.get() {
@@ -208,7 +221,7 @@ impl Collective {
             .collect();
         let mut plan = Some(plan);
         let mut outcome = Err(0);
-        open(buffers, &mut regions, &mut |regions| {
+        open(buffers, &mut regions, &self.at_buffer, &mut |regions| {
             let Some(plan) = plan.take() else { return };
             let unopened = regions
                 .iter()
@@ -235,19 +248,30 @@ impl Collective {
     }
 }
 
-/// Holds all buffers open at once, in order, and calls `f` with their memory.
-fn open(buffers: &mut [Box<dyn Buffer>], regions: &mut Vec<Region>, f: &mut dyn FnMut(&[Region])) {
+/// Holds all buffers open at once, in order, and calls `f` with their memory. `at` has the number
+/// of the buffer whose own code runs.
+fn open(
+    buffers: &mut [Box<dyn Buffer>],
+    regions: &mut Vec<Region>,
+    at: &AtomicUsize,
+    f: &mut dyn FnMut(&[Region]),
+) {
     match buffers.split_first_mut() {
-        None => f(regions),
+        None => {
+            at.store(NO_BUFFER, Ordering::Relaxed);
+            f(regions);
+        }
         Some((first, rest)) => {
             let depth = regions.len();
+            at.store(depth, Ordering::Relaxed);
             first.write(&mut |bytes| {
                 regions.truncate(depth);
                 regions.push(Region {
                     start: bytes.as_mut_ptr(),
                     len: bytes.len(),
                 });
-                open(rest, regions, f);
+                open(rest, regions, at, f);
+                at.store(depth, Ordering::Relaxed);
             });
         }
     }

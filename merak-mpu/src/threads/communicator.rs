@@ -173,8 +173,12 @@ impl Seat {
         // A collective is not used again after a panic, so no broken invariant is seen.
         let led = panic::catch_unwind(AssertUnwindSafe(|| self.lead(collective)));
         if led.is_err() {
-            let rank = self.world_rank().0;
-            self.world.fail(rank, rank, "its helper panicked");
+            let (own, members) = (self.world_rank(), &self.group.members);
+            let (culprit, reason) = match collective.panicked_at(members.len()) {
+                Some(rank) => (members[rank], "its buffer panicked"),
+                None => (own, "its helper panicked"),
+            };
+            self.world.fail(culprit.0, own.0, reason);
         }
     }
 
@@ -289,7 +293,7 @@ impl Communicator for Handle {
         let (seat, other) = (Arc::clone(&self.seat), Arc::clone(&self.seat));
         let (watched, helper) = (Arc::clone(&collective), Arc::clone(&self.helper));
         Ok(Pending::polled(
-            move || watched.is_done() || other.world.check().is_err(),
+            move || watched.is_full() || other.world.check().is_err(),
             move || {
                 let result = seat.finish(&collective, sequence);
                 // It lives as long as the operation is pending, even if no handle is left.

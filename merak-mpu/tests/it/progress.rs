@@ -5,7 +5,6 @@ use merak_mpu::{
 };
 use std::{
     any::Any,
-    slice,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -25,13 +24,17 @@ fn on_cores(cores: usize) -> WorldOptions {
     }
 }
 
-/// Polls until all operations are done, and waits for none.
-fn poll<T>(pending: &[Pending<T>]) {
+/// Sleeps until something has happened, and waits for no operation.
+fn until(has_happened: impl Fn() -> bool) {
     let start = Instant::now();
-    while !pending.iter().all(Pending::is_done) {
-        assert!(start.elapsed() < DEADLINE, "nobody computes them");
+    while !has_happened() {
+        assert!(start.elapsed() < DEADLINE, "nobody computes");
         thread::sleep(Duration::from_millis(1));
     }
+}
+
+fn is_set(flag: &Arc<AtomicBool>) -> bool {
+    flag.load(Ordering::Acquire)
 }
 
 /// Numbers that tell when an engine has worked on them.
@@ -112,8 +115,8 @@ fn cases(rows: &[Vec<f32>], rank: usize) -> Vec<Case> {
     ]
 }
 
-/// Starts all cases, only polls them, and checks what they gave.
-fn poll_all(member: &Member, rows: &[Vec<f32>]) -> Result<(), Error> {
+/// Starts all cases, waits for none until all are computed, and checks what they gave.
+fn start_all(member: &Member, rows: &[Vec<f32>]) -> Result<(), Error> {
     let (group, rank) = (member.world_group()?, member.rank().0);
     let (mut pending, mut flags, mut results) = (Vec::new(), Vec::new(), Vec::new());
     for case in cases(rows, rank) {
@@ -126,24 +129,22 @@ fn poll_all(member: &Member, rows: &[Vec<f32>]) -> Result<(), Error> {
         flags.push(is_computed);
         results.push((case.call, case.expected));
     }
-    pending.push(group.start(Call::Barrier, Box::new(Vec::<f32>::new()), None)?);
-    poll(&pending);
-    for ((pending, is_computed), (call, expected)) in pending.into_iter().zip(flags).zip(results) {
-        let is_computed = is_computed.load(Ordering::Acquire);
-        assert!(is_computed, "{call:?} is done before the wait for it");
+    until(|| flags.iter().all(is_set));
+    for (pending, (call, expected)) in pending.into_iter().zip(results) {
+        assert!(pending.is_done(), "{call:?}: all members have come");
         assert!(into_vec::<f32>(pending.wait()?)? == expected, "{call:?}");
     }
     Ok(())
 }
 
 #[test]
-fn what_all_members_have_started_is_computed_though_they_only_poll() {
+fn what_all_members_have_started_is_computed_though_nobody_waits() {
     for (n, cores) in [(2, 2), (2, 8), (3, 1)] {
         for len in [6, LARGE] {
             let number = |at: usize, rank: usize| (at as f32 * (0.1 + rank as f32)).sin();
             let row = |rank: usize| (0..len).map(|at| number(at, rank)).collect::<Vec<_>>();
             let rows: Vec<_> = (0..n).map(row).collect();
-            threads::run(n, on_cores(cores), |member| poll_all(&member, &rows)).unwrap();
+            threads::run(n, on_cores(cores), |member| start_all(&member, &rows)).unwrap();
         }
     }
 }
@@ -168,9 +169,9 @@ fn an_operation_is_computed_when_the_other_rank_has_dropped_it_and_no_handle_is_
         let pending = start_sum(&first, Box::new(watched));
         assert!(!pending.is_done(), "rank 1 has not come");
         drop(start_sum(&second, Box::new(vec![2.0_f32; LARGE])));
+        assert!(pending.is_done(), "rank 1 has done its part");
         drop((first, second, members));
-        poll(slice::from_ref(&pending));
-        assert!(is_computed.load(Ordering::Acquire));
+        until(|| is_set(&is_computed));
         let sum: Vec<f32> = into_vec(pending.wait().unwrap()).unwrap();
         assert!(sum == vec![3.0; LARGE]);
     }
@@ -210,19 +211,27 @@ impl Buffer for Broken {
 }
 
 #[test]
-fn members_that_only_poll_hear_of_a_failure() {
-    for (panics, told) in [
-        (true, "rank 1 failed: its helper panicked"),
-        (
-            false,
-            "rank 1 failed: a buffer of 196608 f32 on rank 1 did not open as 786432 aligned bytes",
-        ),
-    ] {
-        let members = threads::world(2, on_cores(2));
-        let good = start_sum(&members[0], Box::new(vec![1.0_f32; LARGE]));
-        let pending = [good, start_sum(&members[1], Box::new(Broken { panics }))];
-        poll(&pending);
-        let heard = pending.map(|pending| pending.wait().unwrap_err().to_string());
-        assert_eq!(heard, [told; 2]);
+fn a_failure_that_nobody_waits_for_names_the_rank_whose_buffer_failed() {
+    for culprit in [0, 1] {
+        let unopened = format!(
+            "a buffer of 196608 f32 on rank {culprit} did not open as 786432 aligned bytes"
+        );
+        for (panics, reason) in [(true, "its buffer panicked"), (false, unopened.as_str())] {
+            let members = threads::world(2, on_cores(2));
+            let buffer = |rank: usize| -> Box<dyn Buffer> {
+                if rank == culprit {
+                    Box::new(Broken { panics })
+                } else {
+                    Box::new(vec![1.0_f32; LARGE])
+                }
+            };
+            // Rank 1 comes last.
+            let pending = [0, 1].map(|rank| start_sum(&members[rank], buffer(rank)));
+            until(|| members[0].failure().is_some());
+            for pending in pending {
+                let heard = pending.wait().unwrap_err().to_string();
+                assert_eq!(heard, format!("rank {culprit} failed: {reason}"));
+            }
+        }
     }
 }
