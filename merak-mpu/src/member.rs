@@ -40,8 +40,8 @@ pub trait Engine: Send + Sync + fmt::Debug {
     fn locality(&self) -> Locality;
 
     /// Bytes of the memory through which the processes of this rank's host move data, all of them
-    /// together, that they keep to the end of the world, shared or of each: the most where it grows
-    /// with what they send. That of a library beneath is not known.
+    /// together, that they keep to the end of the world, shared or of each: the least where it
+    /// grows with what they send. That of a library beneath is not known.
     fn shared_bytes(&self) -> usize;
 
     /// One moment, the same on every rank, from which the timelines of the ranks count. Between

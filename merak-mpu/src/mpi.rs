@@ -16,8 +16,9 @@
 //! nothing, may be made and used in any order, and counts stay far below 2^31 whatever the length
 //! of a buffer. One thread of a process makes all calls of MPI, which makes no progress between
 //! calls: it looks for messages without a pause while they come, and ever more rarely where none
-//! do, up to once in a millisecond. A process keeps up to 2 MiB of slots for each other process to
-//! which it sends without a pause, and from which as much comes ([`Member::shared_bytes`]).
+//! do, up to once in a millisecond. A process keeps a slot for each other one with which it
+//! exchanges anything ([`Member::shared_bytes`]), and up to 2 MiB of slots where both send without
+//! a pause.
 //!
 //! The address of rank 0's second line travels by MPI, so no `MASTER_ADDR` is needed, on several
 //! hosts either. [`JoinOptions::host`] adds to the addresses that rank 0 finds for itself.
@@ -212,8 +213,9 @@ fn weave(meeting: &Meeting, own: usize, desk: Desk, slot_bytes: usize) -> (Woven
         // The port looks for messages itself.
         spins: false,
         ends_together: true,
-        // Each process has slots of its own; MPI says nothing of its memory.
-        shared_bytes: place.local_size * others * Lane::kept_bytes(slot_bytes),
+        // Each process keeps a slot at least for each other one, and more by what they send. MPI
+        // says nothing of its memory.
+        shared_bytes: place.local_size * others * slot_bytes,
     };
     (woven, Box::new(move |grind| desk.grind(lanes, grind)))
 }

@@ -640,9 +640,9 @@ mod tests {
     #[test]
     fn memory_that_processes_share_is_counted_once_and_its_addresses_in_both() {
         let (plan, args) = plan(&["dp=4", "per_device_train_batch_size=1"]);
-        let threads = |shared_bytes| {
+        let threads = |engine, shared_bytes| {
             let args = args.clone().on(Host {
-                engine: ChosenEngine::Tcp,
+                engine,
                 number: 0,
                 of_ranks: vec![0; 4],
                 names: Vec::new(),
@@ -652,12 +652,15 @@ mod tests {
             let memory = plan.run_memory(&args, &[Workload::Training], 0).unwrap();
             [memory.threads, mapped_bytes(&args, 0, 0)]
         };
-        let shared: u64 = 12 << 20;
-        let ([touched, mapped], alone) = (threads(12 << 20), threads(0));
-        assert_eq!(
-            [touched, mapped],
-            [alone[0] + shared, alone[1] + 2 * shared]
-        );
+        // Over MPI each process has memory of its own.
+        for (engine, maps) in [(ChosenEngine::Tcp, 2), (ChosenEngine::Mpi, 1)] {
+            let shared: u64 = 12 << 20;
+            let ([touched, mapped], alone) = (threads(engine, 12 << 20), threads(engine, 0));
+            assert_eq!(
+                [touched, mapped],
+                [alone[0] + shared, alone[1] + maps * shared]
+            );
+        }
     }
 
     #[test]

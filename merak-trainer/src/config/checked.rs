@@ -165,6 +165,14 @@ impl CheckedArguments {
         self.host.as_ref().map_or(0, |host| host.shared_bytes)
     }
 
+    /// Of the same, bytes that two processes have at addresses of their own each: those that they
+    /// share. Under MPI each process has its own.
+    pub(crate) fn twice_mapped_bytes_here(&self) -> usize {
+        let host = self.host.as_ref();
+        let host = host.filter(|host| host.engine != ChosenEngine::Mpi);
+        host.map_or(0, |host| host.shared_bytes)
+    }
+
     /// By place in the pipeline, how many of its ranks are on this host.
     pub(crate) fn pipeline_ranks_here(&self) -> Vec<usize> {
         let degrees = self.degrees();

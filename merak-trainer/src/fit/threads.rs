@@ -62,8 +62,8 @@ pub(super) fn touched_bytes(args: &CheckedArguments) -> u64 {
 }
 
 /// Addresses that the same takes: whole stacks, whole scratch memory of products (`products` bytes
-/// for a thread), and what the heap reserves beside `values` bytes of tensors. Memory through
-/// which processes move data counts twice, as both of a pair map it where they share it.
+/// for a thread), and what the heap reserves beside `values` bytes of tensors. Memory that two
+/// processes share counts twice, as both map it.
 pub(super) fn mapped_bytes(args: &CheckedArguments, values: u64, products: u64) -> u64 {
     let ranks = args.ranks_here() as u64;
     let [compute, loading] = threads_of_rank(args);
@@ -82,7 +82,7 @@ pub(super) fn mapped_bytes(args: &CheckedArguments, values: u64, products: u64) 
     let of_process =
         (OTHER_THREADS * other + own + PROCESS_BYTES).saturating_mul(args.processes_here() as u64);
     own_bytes(args)
-        .saturating_add(args.shared_bytes_here() as u64)
+        .saturating_add(args.twice_mapped_bytes_here() as u64)
         .saturating_add(ranks.saturating_mul(of_rank))
         .saturating_add(of_process)
         .saturating_add(values / GAPS)
