@@ -4,7 +4,13 @@ use super::Profile;
 use crate::machine::this_process;
 use merak_mpu::hash::fnv1a;
 use serde::{Deserialize, Serialize};
-use std::{collections::BTreeMap, fs, io, path::Path};
+use std::{
+    cmp::Reverse,
+    collections::BTreeMap,
+    fs,
+    io::{self, Read},
+    path::Path,
+};
 
 /// Profiles by the conditions under which they were measured, the newest last.
 pub(super) type Profiles = BTreeMap<String, Vec<Profile>>;
@@ -12,8 +18,15 @@ pub(super) type Profiles = BTreeMap<String, Vec<Profile>>;
 /// The most bytes of a file of times.
 const MAX_BYTES: u64 = 64 << 20;
 
+/// Conditions that are kept: hosts stand in them by their names, so that each run on a cluster may
+/// add some.
+const KEPT_CONDITIONS: usize = 64;
+
+/// Bytes that tell a file of times from others.
+const FIRST_BYTES: u64 = 256;
+
 /// Raised when the meaning of the numbers changes.
-const FORMAT: u32 = 6;
+const FORMAT: u32 = 7;
 
 #[derive(Serialize, Deserialize)]
 struct Document {
@@ -60,18 +73,32 @@ pub(super) fn read(file: &Path) -> Profiles {
 /// Whether the file may be replaced: it is missing, or holds times, even damaged ones.
 fn is_ours(file: &Path) -> io::Result<bool> {
     let begins = |bytes: &[u8]| bytes.trim_ascii_start().starts_with(b"{\n  \"format\":");
-    match merak_ckpt::read_regular(file, MAX_BYTES) {
-        Ok(bytes) => Ok(bytes.is_empty() || begins(&bytes)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
-        Err(error) => Err(error),
-    }
+    let file = match merak_ckpt::open_regular(file) {
+        Ok((file, _)) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
+        Err(error) => return Err(error),
+    };
+    let mut bytes = Vec::new();
+    file.take(FIRST_BYTES).read_to_end(&mut bytes)?;
+    Ok(bytes.is_empty() || begins(&bytes))
+}
+
+/// The profiles of the conditions that were measured last.
+fn newest(profiles: &Profiles) -> Profiles {
+    let mut all: Vec<_> = profiles.iter().collect();
+    let measured_at = |of: &[Profile]| of.iter().map(|profile| profile.measured_at).max();
+    all.sort_by_key(|(_, profiles)| Reverse(measured_at(profiles)));
+    all.truncate(KEPT_CONDITIONS);
+    let all = all.into_iter();
+    all.map(|(conditions, profiles)| (conditions.clone(), profiles.clone()))
+        .collect()
 }
 
 /// Replaces a file that holds times. A failure is only logged: the run goes on with its times.
 pub(super) fn write(file: &Path, profiles: &Profiles) {
     let document = Document {
         format: FORMAT,
-        profiles: profiles.clone(),
+        profiles: newest(profiles),
     };
     let written = serde_json::to_vec_pretty(&document)
         .map_err(io::Error::from)
@@ -116,7 +143,7 @@ mod tests {
         let text = fs::read_to_string(&file).unwrap();
         fs::write(&file, &text[..text.len() / 2]).unwrap();
         assert_eq!(read(&file), Profiles::new());
-        fs::write(&file, text.replace("\"format\": 6", "\"format\": 5")).unwrap();
+        fs::write(&file, text.replace("\"format\": 7", "\"format\": 6")).unwrap();
         assert_eq!(read(&file), Profiles::new());
         write(&file, &kept);
         assert_eq!(read(&file), kept, "what was measured is kept again");
@@ -124,6 +151,28 @@ mod tests {
             fs::write(&file, text.replace("0.25", wrong)).unwrap();
             assert_eq!(read(&file), Profiles::new(), "{wrong} is no time");
         }
+    }
+
+    #[test]
+    fn the_newest_conditions_are_kept_and_a_file_that_is_too_long_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("costs.json");
+        // The later ones come first in the order of their names.
+        let of = |measured_at: usize| {
+            let profile = Profile {
+                measured_at: measured_at as u64,
+                ..Profile::default()
+            };
+            (format!("{:03}", 999 - measured_at), vec![profile])
+        };
+        write(&file, &(0..KEPT_CONDITIONS + 2).map(of).collect());
+        let kept: Profiles = (2..KEPT_CONDITIONS + 2).map(of).collect();
+        assert_eq!(read(&file), kept);
+        let long = fs::OpenOptions::new().write(true).open(&file).unwrap();
+        long.set_len(MAX_BYTES + 1).unwrap();
+        assert_eq!(read(&file), Profiles::new());
+        write(&file, &kept);
+        assert_eq!(read(&file), kept);
     }
 
     #[test]

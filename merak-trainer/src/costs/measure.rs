@@ -119,8 +119,9 @@ pub(super) fn have_cores(args: &CheckedArguments, world: &World) -> Result<bool>
     Ok(all == Some(1))
 }
 
-/// Times the nodes of a model's segments and an optimizer step, beside times of exchanges: on the
-/// ranks of the run where `world` is of processes, else on threads of this process.
+/// Times the nodes of a model's segments and an optimizer step: on the ranks of the run where
+/// `world` is of processes, else on threads of this process. What these ranks exchange takes the
+/// times of `exchanges`, and counts to no node.
 ///
 /// # Communication
 /// Between processes, what the nodes exchange, and all-gathers of the times, whose mean all have.
@@ -131,13 +132,13 @@ pub(super) fn profile(
     graph: &Graph,
     programs: &[StageProgram],
     args: &CheckedArguments,
-    network: Network,
+    exchanges: Network,
     world: &World,
 ) -> Result<Profile> {
     let threads = threads_per_rank(args);
     let kinds = Kinds::of(programs);
     let timed = |member: Member, degrees: Degrees| {
-        Rank::new(member, degrees, graph, &kinds, args, threads)?.measured(&network)
+        Rank::new(member, degrees, graph, &kinds, args, threads)?.measured(&exchanges)
     };
     let measure = || {
         let all = world.together(|member| {
@@ -161,7 +162,6 @@ pub(super) fn profile(
             profile = next;
         }
     }
-    profile.network = network;
     profile.cores = pipeline_cores(args);
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     profile.measured_at = since.map_or(0, |since| since.as_secs());

@@ -90,29 +90,37 @@ impl Profile {
         let programs = segments.programs(&graph, &[])?;
         // What the file keeps besides, in the process of the first rank.
         let mut known = Profiles::new();
-        let (found, measures) = world.share(|| {
+        let found = world.share(|| {
             known = cache.map_or_else(Profiles::new, |cache| cache::read(&cache.file));
             let profiles = known.entry(measure::conditions(args)).or_default();
             let found = profiles.iter().rposition(|found| found.covers(&programs));
-            let found = found.map(|at| Self {
+            Ok(found.map(|at| Self {
                 cores: pipeline_cores(args),
                 ..profiles.remove(at)
-            });
-            let is_sure = found
-                .as_ref()
-                .is_some_and(|found| found.doubt != Doubt::Open);
-            let measures = !is_sure && has_room(&programs, args, found.is_some());
-            Ok((found, measures))
+            }))
         })?;
-        if !measures {
+        let doubt = found.as_ref().map(|found| found.doubt);
+        if doubt.is_some_and(|doubt| doubt != Doubt::Open) {
+            return Ok(found);
+        }
+        let by_all = measure::have_cores(args, world)?;
+        if !has_room(&programs, args, world, by_all, doubt.is_some())? {
             return Ok(found);
         }
         let network = Network::measure(args, world)?;
-        let measured = |world: &World| measure::profile(&graph, &programs, args, network, world);
-        let by_all = measure::have_cores(args, world)?.then(|| measured(world));
-        let by_all = by_all.transpose()?;
+        let measured = |world: &World, exchanges: Network| {
+            measure::profile(&graph, &programs, args, exchanges, world)
+        };
+        let by_all = by_all.then(|| measured(world, network)).transpose()?;
         let profile = world.share(|| {
-            let mut profile = by_all.map_or_else(|| measured(&World::of_threads()), Ok)?;
+            let mut profile = match by_all {
+                Some(profile) => profile,
+                // The network lies between processes, and threads exchange in memory: what this
+                // takes counts into the time between nodes.
+                None if args.are_processes() => measured(&World::of_threads(), Network::default())?,
+                None => measured(&World::of_threads(), network)?,
+            };
+            profile.network = network;
             profile.judge(found.as_ref(), &programs, args);
             let profiles = known.entry(measure::conditions(args)).or_default();
             profiles.push(profile.clone());
@@ -295,18 +303,46 @@ pub(super) fn exchanged(network: &Network, graph: &Graph, node: &Node) -> Option
     Some(messages as f64 * network.send.seconds(bytes))
 }
 
-/// Whether there is memory for a measurement; a warning says what the run goes by instead, which
-/// are doubted times if there are any.
-fn has_room(programs: &[StageProgram], args: &CheckedArguments, has_doubted: bool) -> bool {
-    let needed = measure::needed_bytes(programs, args);
-    let Some(Shortage {
+/// Whether every process has memory for its part of a measurement: for the nodes where all time
+/// their own (`by_all`), else for those of the first rank. The first process that lacks it warns,
+/// and says what the run goes by instead, which are doubted times if there are any.
+///
+/// # Communication
+/// Between processes, an all-gather of a byte.
+fn has_room(
+    programs: &[StageProgram],
+    args: &CheckedArguments,
+    world: &World,
+    by_all: bool,
+    has_doubted: bool,
+) -> Result<bool> {
+    let needed = if by_all || world.has_first() {
+        measure::needed_bytes(programs, args)
+    } else {
+        Network::needed_bytes(args)
+    };
+    let shortage = shortage_beside_threads(args, needed);
+    let is_short = shortage.is_some();
+    // Where a process lacks memory: whether this is the first one that does.
+    let is_first = world.together(|member| {
+        let group = member.world_group()?;
+        let all = group.all_gather_vec(vec![u8::from(is_short)])?;
+        let first = all.iter().position(|is_short| *is_short == 1);
+        Ok(first.map(|first| first == member.rank().0))
+    })?;
+    let is_first = is_first.unwrap_or(is_short.then_some(true));
+    if let Some(shortage) = shortage.filter(|_| is_first == Some(true)) {
+        warn_of(shortage, has_doubted);
+    }
+    Ok(is_first.is_none())
+}
+
+fn warn_of(shortage: Shortage, has_doubted: bool) {
+    let Shortage {
         needed,
         what,
         available,
-    }) = shortage_beside_threads(args, needed)
-    else {
-        return true;
-    };
+    } = shortage;
     let [needed, available] = [needed, available].map(Bytes);
     let instead = if has_doubted {
         "times that a run contradicted"
@@ -317,7 +353,6 @@ fn has_room(programs: &[StageProgram], args: &CheckedArguments, has_doubted: boo
         %needed, of = what, %available, instead,
         "costs are not measured, as that needs more than this process may use"
     );
-    false
 }
 
 /// What decides the time of a node: its operation and the types of its operands and results.
@@ -423,6 +458,36 @@ fn without_key(op: &Op) -> Op {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{Host, MerakArguments};
+    use merak_mpu::{ChosenEngine, testing};
+
+    #[test]
+    fn a_process_without_room_keeps_all_from_measuring() {
+        let arguments = MerakArguments {
+            dp: 2,
+            ..MerakArguments::default()
+        };
+        let args = arguments.check().unwrap();
+        let rooms = testing::tcp_world(2, |member| {
+            let is_last = member.rank().0 == 1;
+            let world = World::of_process(member, ChosenEngine::Tcp).unwrap();
+            let room = |shared_bytes, by_all| {
+                let args = args.clone().on(Host {
+                    engine: ChosenEngine::Tcp,
+                    number: 0,
+                    of_ranks: vec![0; 2],
+                    names: Vec::new(),
+                    core_sharers: 1,
+                    shared_bytes,
+                });
+                has_room(&[], &args, &world, by_all, false).unwrap()
+            };
+            // More than any machine has.
+            let too_much = if is_last { 1 << 60 } else { 0 };
+            [room(0, true), room(too_much, true), room(too_much, false)]
+        });
+        assert_eq!(rooms, [[true, false, false]; 2]);
+    }
 
     #[test]
     fn measurements_agree_where_what_differs_is_a_small_part_of_the_step() {
