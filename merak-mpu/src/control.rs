@@ -13,8 +13,8 @@
 //! says its number, the size of the world, its host, where it takes connections, and digests of
 //! what must be equal everywhere. A connection that says anything else, more than 64 KiB, or
 //! nothing for ten seconds, is dropped. Two processes with one rank, another world size, another
-//! digest, or a process that says why it cannot join, as one of another version does, end the
-//! rendezvous with one error that every rank reports.
+//! digest, or a process that says why it cannot join, as one of another version does that finds
+//! rank 0 on the port of the launch, end the rendezvous with one error that every rank reports.
 //! Round trips on the same connection give the offset of the clocks. When all have come, rank 0
 //! tells each the addresses of all and a random number, which the connections between the ranks
 //! begin with.

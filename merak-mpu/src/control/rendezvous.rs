@@ -619,9 +619,13 @@ fn find(options: &JoinOptions, deadline: Instant) -> Result<Channel> {
                             options.rank,
                             env!("CARGO_PKG_VERSION")
                         );
-                        // Nobody waits for it then.
-                        complain_to(&mut channel, &reason, Instant::now() + TRY);
-                        return Err(options.refuse(reason));
+                        if offset == 0 {
+                            // Nobody waits for it then.
+                            complain_to(&mut channel, &reason, Instant::now() + TRY);
+                            return Err(options.refuse(reason));
+                        }
+                        // It may be of another run, which has this port for its own.
+                        seen = format!("at port {port} {reason}");
                     }
                     Ok(Some((channel, _, run))) if run == options.run => return Ok(channel),
                     Ok(Some((_, _, run))) => seen = format!("run {run:?} is at port {port}"),
@@ -754,15 +758,41 @@ mod tests {
         }
     }
 
+    /// Greets as rank 0 of another version.
+    fn greet(stream: TcpStream, run: &str) -> Channel {
+        let mut channel = Channel::new(stream).unwrap();
+        let mut greeting = Encoder(MAGIC.to_vec());
+        greeting.text("0.0.1").text(run);
+        channel.send(&greeting.0).unwrap();
+        channel
+    }
+
+    #[test]
+    fn a_rank_0_of_another_version_at_the_next_port_is_let_be() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = listener.local_addr().unwrap().port() - 1;
+        let run = "let-be";
+        thread::spawn(move || {
+            for stream in listener.incoming() {
+                greet(stream.unwrap(), run);
+            }
+        });
+        let options = JoinOptions {
+            run: run.to_owned(),
+            timeout: Duration::from_millis(300),
+            ..JoinOptions::new(1, 2, "127.0.0.1", port)
+        };
+        let error = meet(&options, None).err().map(|error| error.to_string());
+        let told = "no rank 0 was found on this port or the next 15";
+        assert!(error.is_some_and(|error| error.contains(told)));
+    }
+
     #[test]
     fn a_rank_of_another_version_tells_rank_0_and_ends() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
         let rank_0 = thread::spawn(move || {
-            let mut channel = Channel::new(listener.accept().unwrap().0).unwrap();
-            let mut greeting = Encoder(MAGIC.to_vec());
-            greeting.text("0.0.1").text("");
-            channel.send(&greeting.0).unwrap();
+            let mut channel = greet(listener.accept().unwrap().0, "");
             let deadline = Instant::now() + Duration::from_secs(20);
             channel.wait(MOST_GREETING, deadline).unwrap().unwrap()
         });
