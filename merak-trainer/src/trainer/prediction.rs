@@ -25,7 +25,7 @@ pub enum PredictionKind {
     /// The loss in nats at each position, `[S]`, NaN where there is no label; `[1]` of a class.
     Losses,
     /// The inputs of the model's head, `[H]`: the mean over the positions that are no padding, of
-    /// an encoder-decoder those of the decoder with a label.
+    /// an encoder-decoder those of the decoder with a label; over all where there is none of these.
     Embeddings,
     /// What the probabilities are made of, in the same shapes.
     Logits,

@@ -141,12 +141,13 @@ fn loss((logits, &label): (&[f32], &i64)) -> f32 {
     })
 }
 
-/// The mean over the positions that are seen; over all where none is told to be padding.
+/// The mean over the positions that are seen; over all where nothing tells of padding, or all are.
 fn mean<'a>(
     positions: impl Iterator<Item = &'a [f32]>,
     seen: Option<&[i64]>,
     width: usize,
 ) -> Vec<f32> {
+    let seen = seen.filter(|seen| seen.iter().any(|&mask| mask != 0));
     let (mut sum, mut count) = (vec![0.0_f64; width], 0_usize);
     for (place, position) in positions.enumerate() {
         let mask = seen.and_then(|seen| seen.get(place));
@@ -192,5 +193,8 @@ mod tests {
         assert_eq!(of(PredictionKind::Embeddings, None), [1.5, 0.5]);
         let seen: &[i64] = &[0, 1];
         assert_eq!(of(PredictionKind::Embeddings, Some(seen)), [3.0, 1.0]);
+        // A sample without labels has an embedding too.
+        let none: &[i64] = &[0, 0];
+        assert_eq!(of(PredictionKind::Embeddings, Some(none)), [1.5, 0.5]);
     }
 }
