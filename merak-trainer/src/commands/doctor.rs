@@ -73,17 +73,20 @@ fn trial_apart() -> io::Result<(String, Child)> {
         .stdout(Stdio::piped())
         .spawn()?;
     let stdout = process.stdout.take().expect("it is piped");
-    // A library may print lines of its own.
-    let mut lines = BufReader::new(stdout).lines().map_while(io::Result::ok);
-    let told = lines.find_map(|line| serde_json::from_str::<String>(&line).ok());
-    let told = match told {
+    let told = match told_in(BufReader::new(stdout)) {
         Some(told) => told,
         None => format!(
-            "a library has ended its process ({}): its own words stand on standard error",
+            "its process has ended before it was done ({}): standard error may say why",
             process.wait()?
         ),
     };
     Ok((told, process))
+}
+
+/// The first line that is a JSON string. A library may print lines of its own, of any bytes.
+fn told_in(output: impl BufRead) -> Option<String> {
+    let mut lines = output.split(b'\n').map_while(io::Result::ok);
+    lines.find_map(|line| serde_json::from_slice(&line).ok())
 }
 
 fn examine(trial: &str) -> Value {
@@ -243,4 +246,16 @@ fn table(document: &Value) -> String {
         let _ = writeln!(text, "{:20}  {value}", name.replace('_', " "));
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_trial_tells_is_found_behind_lines_of_a_library() {
+        let output = b"\xff\xfe no UTF-8\n12\nNCCL version 2\n\"passed\"\n";
+        assert_eq!(told_in(&output[..]).as_deref(), Some(PASSED));
+        assert_eq!(told_in(&output[..30]), None);
+    }
 }
