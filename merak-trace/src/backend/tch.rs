@@ -13,7 +13,8 @@
 //! | `f32` under autocast ([`Tch::with_autocast`]) | `f32`; products read a 16-bit copy | `f32` |
 //!
 //! Results do not depend on which rank computes them. libtorch does not promise the same bits for
-//! different numbers of threads, so runs are compared bit by bit at equal threads.
+//! different numbers of threads, so runs are compared bit by bit at equal threads. On CUDA
+//! devices its deterministic algorithms are on, for the whole process.
 //!
 //! ```no_run
 //! use merak_trace::{Backend, DType, TensorType, backend::tch::{Tch, TchDevice}};

@@ -512,6 +512,42 @@ fn thousands_of_ids_of_a_few_rows_add_up_alike() {
     }
 }
 
+/// On devices, several blocks of keys add to the gradient of a query at once.
+#[test]
+fn gradients_of_attention_have_the_same_bits_each_time() {
+    let spec = Attention {
+        heads: 2,
+        kv_heads: 2,
+        head_dim: 64,
+        scale: 0.125,
+        causal: true,
+        ..Attention::default()
+    };
+    let x = t(&[2, 512, 128]);
+    let case = Case {
+        name: "attention",
+        operands: &[x.clone(), x.clone(), x],
+        ids: &[],
+        build: &|module, x, _| {
+            let mut results = module.apply(Op::Attention(spec.clone()), &[&x[0], &x[1], &x[2]])?;
+            results.truncate(1);
+            Ok(results)
+        },
+    };
+    for backend in backends(2) {
+        let narrowest = *dtypes(&backend).last().expect("some types");
+        let bits = || -> Vec<Vec<u64>> {
+            let measured = measure(&case, &Run::new(&backend, narrowest));
+            let bits_of = |values: Vec<f64>| values.into_iter().map(f64::to_bits).collect();
+            measured.into_values().map(bits_of).collect()
+        };
+        let first = bits();
+        for _ in 0..2 {
+            assert!(bits() == first, "{}", backend.name());
+        }
+    }
+}
+
 #[test]
 fn odd_sizes_agree_for_slices_of_queries_and_keys() {
     // The first of three ranks, whose keys are all, its own, or those of the last one.

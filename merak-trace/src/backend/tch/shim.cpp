@@ -3,6 +3,7 @@
 // Every function returns null, or a message that `merak_tch_free` frees. Results are new tensors,
 // which the caller owns.
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_adam.h>
@@ -56,8 +57,17 @@ void merak_tch_free(char* message) {
 }
 
 // Loads the CUDA half of libtorch, which nothing links to, so that its kernels register themselves.
+// Sums of its kernels then have one order: FlashAttention-2's backward adds by atomics otherwise.
+// That mode also writes to all new memory, which no kernel here reads before it is written.
 char* merak_tch_load_cuda() {
-    return dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) ? nullptr : strdup(dlerror());
+    if (!dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL)) {
+        return strdup(dlerror());
+    }
+    return guarded([] {
+        at::Context& context = at::globalContext();
+        context.setDeterministicFillUninitializedMemory(false);
+        context.setDeterministicAlgorithms(true, /*warn_only=*/false);
+    });
 }
 
 // Writes the queue of a CUDA device, as a CUstream, into which the calling thread puts its kernels.

@@ -5,7 +5,7 @@ use super::optimizer::AdamScalars;
 use crate::{Error, Result};
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
-    sync::{Mutex, Once, PoisonError},
+    sync::{Mutex, Once, OnceLock, PoisonError},
 };
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
@@ -66,11 +66,18 @@ pub(super) fn pool_memory() {
     ONCE.call_once(|| unsafe { merak_tch_pool_memory() });
 }
 
-/// Loads the half of libtorch that holds the kernels for CUDA.
+/// Loads the half of libtorch that holds the kernels for CUDA, which from then on give the same
+/// bits each time.
 pub(super) fn load_cuda() -> Result<(), String> {
-    // SAFETY: the function takes nothing and returns null or a message of its own.
-    let message = unsafe { merak_tch_load_cuda() };
-    message_of(message).map_or(Ok(()), Err)
+    static LOADED: OnceLock<Result<(), String>> = OnceLock::new();
+    let load = || {
+        // SAFETY: the function takes nothing and returns null or a message of its own. It runs once
+        // and sets flags before a kernel of a device can run; what this backend calls on the
+        // processor computes alike under them.
+        let message = unsafe { merak_tch_load_cuda() };
+        message_of(message).map_or(Ok(()), Err)
+    };
+    LOADED.get_or_init(load).clone()
 }
 
 /// The queue of a CUDA device into which this thread puts its kernels, as CUDA's `CUstream`; none
