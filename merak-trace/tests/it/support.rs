@@ -33,13 +33,16 @@ pub(crate) fn host_backends(threads: usize) -> Vec<SharedBackend> {
     vec![backend(threads)]
 }
 
-/// The backends of this build that compute in 16 bits over values of f32.
+/// The backends of this build that compute in 16 bits over values of f32, on every kind of device
+/// that is there.
 #[cfg(feature = "tch")]
 pub(crate) fn autocasting(dtype: DType, threads: usize) -> Vec<SharedBackend> {
-    let tch = Tch::new(TchDevice::Cpu, threads).expect("the device is there");
-    vec![Arc::new(
-        tch.with_autocast(dtype).expect("a type of 16 bits"),
-    )]
+    let backend = |device| -> SharedBackend {
+        let tch = Tch::new(device, threads).expect("the device is there");
+        Arc::new(tch.with_autocast(dtype).expect("a type of 16 bits"))
+    };
+    let devices = [TchDevice::Cpu].into_iter().chain(cuda_device());
+    devices.map(backend).collect()
 }
 
 /// The backends of this build that compute in 16 bits over values of f32.
@@ -48,9 +51,16 @@ pub(crate) fn autocasting(_: DType, _: usize) -> Vec<SharedBackend> {
     Vec::new()
 }
 
+/// The first CUDA device, where there is one; there must be one if `MERAK_TEST_CUDA` is set.
+#[cfg(feature = "tch")]
+fn cuda_device() -> Option<TchDevice> {
+    let must_be = std::env::var_os("MERAK_TEST_CUDA").is_some();
+    (must_be || Tch::num_cuda_devices() > 0).then_some(TchDevice::Cuda(0))
+}
+
 #[cfg(feature = "tch")]
 fn cuda(threads: usize) -> Option<SharedBackend> {
-    (Tch::num_cuda_devices() > 0).then(|| libtorch(TchDevice::Cuda(0), threads))
+    cuda_device().map(|device| libtorch(device, threads))
 }
 
 #[cfg(not(feature = "tch"))]
