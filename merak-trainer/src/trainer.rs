@@ -37,8 +37,8 @@ pub use step::StepReport;
 pub use times::{Breakdown, RankTimes, StepProfile};
 
 use crate::{
-    config::{CheckedArguments, Device},
-    data::{Collator, DataFingerprint, Dataset, Loader},
+    config::{CheckedArguments, Device, SeqLength},
+    data::{Collator, DataFingerprint, Dataset, Loader, ModelInputs},
     error::{ConfigError, Error, PlanError, Result, StepPart},
     fit::MemoryNeed,
     plan::Plan,
@@ -140,6 +140,8 @@ pub struct MerakTrainer {
     stages: RankStages,
     engine: PipelineEngine,
     link: GroupLink,
+    /// What the model reads of the data.
+    inputs: ModelInputs,
     loader: Option<Loader>,
     parts: TrainerParts,
     progress: RunProgress,
@@ -202,11 +204,17 @@ impl MerakTrainer {
         let mpu = Arc::new(tie(mpu, &plan)?);
         let (engine, link) = pipeline(&plan, &mpu, args)?;
         let progress = RunProgress::new(Course::new(args, &parts)?);
+        let lengths = SeqLength {
+            input: plan.draft.seq_length,
+            target: plan.draft.target_length,
+        };
+        let inputs = ModelInputs::of(&*plan.draft.model, lengths)?;
         let mut trainer = Self {
             args: args.clone(),
             stages: RankStages::new(plan, mpu, args, parts.num_threads, parts.rule.as_ref())?,
             engine,
             link,
+            inputs,
             loader: None,
             parts,
             progress,

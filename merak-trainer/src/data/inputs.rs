@@ -2,12 +2,15 @@
 
 use merak_mpu::DType;
 use merak_trace::{
-    Graph, ValueId,
+    Graph, Node, ValueId,
     models::{Model, Objective, TraceOptions},
     op::Class,
 };
 
-use super::dataset::{IGNORED_LABEL, LABELS, Sample};
+use super::{
+    dataset::{Batch, IGNORED_LABEL, Sample, SampleTensor},
+    order::Microbatch,
+};
 use crate::{
     config::SeqLength,
     error::{DataError, Error, Result},
@@ -27,6 +30,8 @@ pub struct ModelInput {
     pub dtype: DType,
     /// Exclusive upper bound of its integers, where the model looks something up by them.
     pub limit: Option<usize>,
+    /// Whether a loss reads it, which takes [`IGNORED_LABEL`] for none.
+    pub is_label: bool,
     /// Whether the model also runs without it.
     pub is_optional: bool,
 }
@@ -42,20 +47,20 @@ impl ModelInput {
         format!("{kind} of shape {:?} per sample", self.shape)
     }
 
-    /// The first value that the model cannot take.
-    fn misfit(&self, values: &[i64]) -> Option<i64> {
+    /// Where the first value lies that the model cannot take.
+    fn misfit(&self, values: &[i64]) -> Option<usize> {
         let limit = self.limit?;
         let fits = |value: i64| {
-            let is_ignored = value == IGNORED_LABEL && self.name == LABELS;
+            let is_ignored = value == IGNORED_LABEL && self.is_label;
             is_ignored || usize::try_from(value).is_ok_and(|value| value < limit)
         };
-        values.iter().copied().find(|&value| !fits(value))
+        values.iter().position(|&value| !fits(value))
     }
 
     /// The range of its values, for messages.
     fn range(&self) -> String {
         let limit = self.limit.unwrap_or(usize::MAX);
-        let ignored = if self.name == LABELS {
+        let ignored = if self.is_label {
             format!(", or {IGNORED_LABEL} for none")
         } else {
             String::new()
@@ -99,6 +104,7 @@ impl ModelInputs {
                 shape: ty.shape[1..].to_vec(),
                 dtype: ty.dtype,
                 limit: integer_limit(&graph, &port.name, port.value),
+                is_label: (graph.nodes().iter()).any(|node| is_label_of(node, port.value)),
                 is_optional: optional.iter().any(|(name, _)| *name == port.name),
             }
         });
@@ -146,6 +152,28 @@ impl ModelInputs {
         Ok(())
     }
 
+    /// Checks the integers of a microbatch by which the model looks something up, in the tensors
+    /// that are read. A CUDA device would stop for good at one that has no row.
+    ///
+    /// # Errors
+    /// [`DataError::TensorValue`] naming the tensor, the sample and the position.
+    pub(crate) fn check_batch(&self, batch: &Batch, is_read: impl Fn(&str) -> bool) -> Result<()> {
+        let Microbatch { indices, rows, .. } = &batch.microbatch;
+        // A mask only tells 0 from other numbers.
+        let is_checked = |input: &&ModelInput| input.name != ATTENTION_MASK && is_read(&input.name);
+        for input in self.inputs.iter().filter(is_checked) {
+            let tensor = batch.tensors.get(&input.name);
+            let values = tensor.map_or(&[][..], SampleTensor::ints);
+            let width = values.len() / (*rows).max(1);
+            for (row, values) in values.chunks(width.max(1)).enumerate() {
+                // Behind the samples are rows that fill the microbatch up.
+                let sample = indices.get(row).or(indices.first());
+                self.check_values(input, sample.copied().unwrap_or_default(), values)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Checks the integers of one tensor of a sample.
     pub(crate) fn check_values(
         &self,
@@ -155,10 +183,11 @@ impl ModelInputs {
     ) -> Result<()> {
         match input.misfit(values) {
             None => Ok(()),
-            Some(found) => Err(Error::Data(DataError::TensorValue {
+            Some(position) => Err(Error::Data(DataError::TensorValue {
                 name: input.name.clone(),
                 sample,
-                found,
+                found: values[position],
+                position: (values.len() > 1).then_some(position),
                 family: self.family,
                 expected: input.range(),
             })),
@@ -185,6 +214,11 @@ impl ModelInputs {
     }
 }
 
+/// Whether a node is a loss that reads the value as its labels.
+fn is_label_of(node: &Node, value: ValueId) -> bool {
+    matches!(node.op.class(), Class::Loss(_)) && node.inputs[1] == value
+}
+
 /// Exclusive upper bound of an input's integers: the rows of the table, or the classes of the
 /// logits, that they choose among.
 pub(crate) fn integer_limit(graph: &Graph, name: &str, value: ValueId) -> Option<usize> {
@@ -199,11 +233,77 @@ pub(crate) fn integer_limit(graph: &Graph, name: &str, value: ValueId) -> Option
                 let table = graph.param_of(node.inputs[1])?;
                 graph.param(table).full.shape.first().copied()
             }
-            Class::Loss(None) if node.inputs[1] == value => {
+            Class::Loss(None) if is_label_of(node, value) => {
                 graph.ty(node.inputs[0]).shape.last().copied()
             }
-            Class::Loss(Some(slice)) if node.inputs[1] == value => Some(slice.full),
+            Class::Loss(Some(slice)) if is_label_of(node, value) => Some(slice.full),
             _ => None,
         });
     limits.min()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::LABELS;
+    use insta::assert_snapshot;
+    use std::collections::BTreeMap;
+
+    /// Tokens and labels of five kinds, and documents of any number.
+    fn model() -> ModelInputs {
+        let input = |name: &str, limit| ModelInput {
+            name: name.to_owned(),
+            shape: vec![2],
+            dtype: DType::I64,
+            limit,
+            is_label: name == LABELS,
+            is_optional: false,
+        };
+        ModelInputs {
+            family: "gpt2",
+            objective: Objective::CausalLm,
+            vocab_size: 5,
+            eos_token_id: None,
+            lengths: 2.into(),
+            inputs: vec![
+                input("input_ids", Some(5)),
+                input(LABELS, Some(5)),
+                input("document_ids", None),
+            ],
+        }
+    }
+
+    /// Two samples and a row that fills up.
+    fn batch(name: &str, values: [i64; 6]) -> Batch {
+        let tensor = SampleTensor::new(vec![3, 2], values.to_vec()).unwrap();
+        Batch {
+            microbatch: Microbatch {
+                first_position: 0,
+                indices: vec![7, 3],
+                rows: 3,
+                epoch: 0,
+            },
+            tensors: BTreeMap::from([(name.to_owned(), tensor)]),
+        }
+    }
+
+    #[test]
+    fn an_integer_of_a_batch_that_has_no_row_is_named_by_sample_and_position() {
+        let check = |name: &str, values| model().check_batch(&batch(name, values), |_| true);
+        let refused = |name: &str, values| check(name, values).unwrap_err();
+        assert_snapshot!(refused("input_ids", [0, 4, 1, 5, 0, 0]), @r#""input_ids" of sample 3 has the value 5 at position 1, but this gpt2 model takes 0 to 4"#);
+        assert_snapshot!(refused(LABELS, [4, -100, -1, 0, 0, 0]), @r#""labels" of sample 3 has the value -1 at position 0, but this gpt2 model takes 0 to 4, or -100 for none"#);
+        assert!(
+            refused("input_ids", [0, 0, 0, 0, 0, -100])
+                .to_string()
+                .contains("-100")
+        );
+        check(LABELS, [0, 4, -100, 2, -100, -100]).unwrap();
+        check("document_ids", [0, 99, 1, 5, 0, 0]).unwrap();
+        // Another rank reads it.
+        let of_another = batch("input_ids", [9; 6]);
+        model()
+            .check_batch(&of_another, |name| name == LABELS)
+            .unwrap();
+    }
 }

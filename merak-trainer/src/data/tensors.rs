@@ -123,6 +123,7 @@ impl TensorDataset {
             shape: vec![model.lengths.input],
             dtype: merak_mpu::DType::I64,
             limit: Some(2),
+            is_label: false,
             is_optional: true,
         };
         check_type(&self.files, model, &mask)?;

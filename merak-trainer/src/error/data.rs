@@ -1,7 +1,8 @@
 //! Errors of data.
 
 use super::words::{
-    NO_LENGTH, of_path, other_share, own_tokenizer, passed_over, purpose_of_samples, records_of,
+    NO_LENGTH, at_position, of_path, other_share, own_tokenizer, passed_over, purpose_of_samples,
+    records_of,
 };
 use merak_ckpt::words::{Bytes, brief, file, sentence};
 use merak_mpu::names::did_you_mean;
@@ -242,7 +243,8 @@ pub enum DataError {
     },
     /// An integer that the model cannot look up.
     #[error(
-        "\"{name}\" of sample {sample} has the value {found}, but this {family} model takes {expected}"
+        "\"{name}\" of sample {sample} has the value {found}{}, but this {family} model takes {expected}",
+        at_position(*position)
     )]
     TensorValue {
         /// The tensor.
@@ -251,6 +253,8 @@ pub enum DataError {
         sample: usize,
         /// The value.
         found: i64,
+        /// Its place among those of the sample, from 0, where there are several.
+        position: Option<usize>,
         /// The model's family.
         family: &'static str,
         /// The legal values.

@@ -28,6 +28,12 @@ impl fmt::Display for StepPart {
 /// Why an epoch of a stream, and an evaluation on one, has no number of steps of its own.
 pub(crate) const NO_LENGTH: &str = "a stream has no known length";
 
+/// The place of a value among others.
+pub(super) fn at_position(position: Option<usize>) -> String {
+    let text = |position| format!(" at position {position}");
+    position.map(text).unwrap_or_default()
+}
+
 /// The stages of a rank.
 pub(super) fn stages_of(stages: &[usize]) -> String {
     let numbers: Vec<_> = stages.iter().map(usize::to_string).collect();

@@ -188,7 +188,7 @@ impl MerakTrainer {
             let collation = self.collation();
             let read = |microbatch| {
                 let batch = collation.batch(data, taken(microbatch))?;
-                self.check_documents(batch)
+                self.check_batch(batch)
             };
             (0..microbatches).map(read).collect::<Result<Vec<_>>>()?
         } else {

@@ -238,7 +238,7 @@ impl MerakTrainer {
         }
         let loader = self.loader.as_mut().expect("it was just made");
         let batches = loader.take(microbatches).collect::<Result<Vec<_>>>()?;
-        let checked = batches.into_iter().map(|batch| self.check_documents(batch));
+        let checked = batches.into_iter().map(|batch| self.check_batch(batch));
         checked.collect()
     }
 
@@ -250,8 +250,9 @@ impl MerakTrainer {
         }
     }
 
-    /// Refuses documents that the model would take for one.
-    pub(super) fn check_documents(&self, batch: Batch) -> Result<Batch> {
+    /// Refuses documents that the model would take for one, and integers that this rank's stages
+    /// cannot look up.
+    pub(super) fn check_batch(&self, batch: Batch) -> Result<Batch> {
         let plan = &self.stages.plan;
         let mut inputs = plan.graph.inputs().iter();
         if batch.tensors.contains_key(DOCUMENT_IDS)
@@ -261,6 +262,8 @@ impl MerakTrainer {
                 family: plan.draft.info.family,
             }));
         }
+        let is_read = |name: &str| self.stages.inputs().any(|input| input == name);
+        self.inputs.check_batch(&batch, is_read)?;
         Ok(batch)
     }
 

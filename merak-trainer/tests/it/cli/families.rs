@@ -591,10 +591,10 @@ fn tensors_that_do_not_fit_are_named_with_what_the_model_reads() {
     assert_snapshot!(refused(&gpt2(), &images), @r#"error: this gpt2 model for causal language modelling reads "input_ids" (integers of shape [32] per sample), but the data give only: labels, pixel_values"#);
     let of = |name, values: Vec<usize>| (name, Dtype::I64, vec![4, values.len() / 4], i64s(values));
     let ids = of("input_ids", (0..16).collect());
-    assert_snapshot!(refused(&gpt2(), &[of("input_ids", vec![64; 16])]), @r#"error: "input_ids" of sample 0 has the value 64, but this gpt2 model takes 0 to 63"#);
+    assert_snapshot!(refused(&gpt2(), &[of("input_ids", vec![64; 16])]), @r#"error: "input_ids" of sample 0 has the value 64 at position 0, but this gpt2 model takes 0 to 63"#);
     assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("labels", (0..16).collect())]), @r#"error: "labels" repeat "input_ids", but a label of this gpt2 model stands at the position that predicts it, one to the left: leave "labels" out, and they are made of "input_ids", or set "shift_labels""#);
     let twos = of("attention_mask", vec![2; 16]);
-    assert_snapshot!(refused(&gpt2(), &[ids.clone(), twos]), @r#"error: "attention_mask" of sample 0 has the value 2, but this gpt2 model takes 0 to 1"#);
+    assert_snapshot!(refused(&gpt2(), &[ids.clone(), twos]), @r#"error: "attention_mask" of sample 0 has the value 2 at position 0, but this gpt2 model takes 0 to 1"#);
     assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("position_ids", (0..16).collect())]), @r#"error: the data give "position_ids", which this gpt2 model does not read: leave it out of the files, which may have input_ids, labels, attention_mask"#);
     let floats = ("input_ids", Dtype::F32, vec![4, 2], vec![0; 32]);
     assert_snapshot!(refused(&gpt2(), &[floats]), @r#"error: the data give "input_ids" as f32 of shape [2] per sample, but this gpt2 model reads integers of shape [2] per sample"#);
@@ -602,7 +602,7 @@ fn tensors_that_do_not_fit_are_named_with_what_the_model_reads() {
     assert_snapshot!(refused(&gpt2(), &[ids.clone(), three]), @r#"error: cannot use the tensors of a.safetensors: the tensor "labels" has 3 samples, but "input_ids" has 4 ("data.path", merak.toml:15)"#);
     let masked = bert("BertForMaskedLM");
     let mask = of("attention_mask", vec![2; 16]);
-    assert_snapshot!(refused(&masked, &[ids.clone(), of("labels", vec![1; 16]), mask]), @r#"error: "attention_mask" of sample 0 has the value 2, but this bert model takes 0 to 1"#);
+    assert_snapshot!(refused(&masked, &[ids.clone(), of("labels", vec![1; 16]), mask]), @r#"error: "attention_mask" of sample 0 has the value 2 at position 0, but this bert model takes 0 to 1"#);
     let place = place(&gpt2(), "tensors", "a.safetensors");
     write_tensors(&place.path("a.safetensors"), &[ids]);
     assert_snapshot!(place.mistake("train merak.toml --seq_length 8"), @r#"error: the data give "input_ids" as i64 of shape [4] per sample, but this gpt2 model reads integers of shape [8] per sample"#);
