@@ -120,7 +120,7 @@ fn step(
     let mut store = GradStore::default();
     for (buffer, grad) in program.grads.iter().enumerate() {
         let len = program.graph.param(grad.param).local.numel();
-        store.buffers.push(backend.grad_buffer(DType::F64, len));
+        store.buffers.push(backend.grad_buffer(DType::F64, len)?);
         store.slots.push(GradSlot {
             buffer,
             offset: 0,

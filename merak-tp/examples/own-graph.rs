@@ -82,7 +82,7 @@ fn run(graph: &Graph, place: Coord, groups: Arc<dyn AxisGroups>) -> Result<Tenso
     let mut store = GradStore::default();
     for (buffer, grad) in program.grads.iter().enumerate() {
         let (offset, len) = (0, program.graph.param(grad.param).local.numel());
-        store.buffers.push(backend.grad_buffer(DType::F64, len));
+        store.buffers.push(backend.grad_buffer(DType::F64, len)?);
         store.slots.push(GradSlot {
             buffer,
             offset,

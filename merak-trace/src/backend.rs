@@ -239,8 +239,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// When the tensor library fails.
     fn into_buffer(&self, value: Value) -> Result<Box<dyn Buffer>>;
 
-    /// Makes a zeroed buffer for gradients.
-    fn grad_buffer(&self, dtype: DType, len: usize) -> Box<dyn Buffer>;
+    /// Makes a zeroed buffer for gradients, where the values lie.
+    ///
+    /// # Errors
+    /// When a device has no room for it, or the tensor library no such element type.
+    fn grad_buffer(&self, dtype: DType, len: usize) -> Result<Box<dyn Buffer>>;
 
     /// Lays out parameters at the given offsets of one flat buffer of `len` elements, filled with
     /// zeros. All parameters of a call are [kept](Param::kept) in one element type.

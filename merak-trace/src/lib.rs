@@ -32,7 +32,7 @@
 //! let backend: merak_trace::SharedBackend = Arc::new(Candle::new(1)?);
 //! let params = backend.param_store(program.params(), &[0], 15)?;
 //! let mut grads = GradStore {
-//!     buffers: vec![backend.grad_buffer(DType::F32, 15)],
+//!     buffers: vec![backend.grad_buffer(DType::F32, 15)?],
 //!     slots: vec![GradSlot { buffer: 0, offset: 0, len: 15 }],
 //! };
 //! let runner = Interpreter::new(Arc::new(program), Arc::clone(&backend), Arc::new(SingleRank));

@@ -117,7 +117,7 @@ impl RankStages {
         let params = StageParams::new(&*backend, &programs.params, &optimizer, &room)?;
         let memory = params.memory();
         let buckets = gathered::Buckets::new(&programs.params, &optimizer, memory, &backend);
-        let mut grads = grad_store(&programs, &optimizer, &*backend);
+        let mut grads = grad_store(&programs, &optimizer, &*backend)?;
         let stages = stages(&programs, (&params, buckets.as_ref()), &backend, &mpu);
         // A collective on a device's memory goes through the host, and would stop a pass.
         let on_host = matches!(grads.buffers[0].memory(), Memory::Host(_));

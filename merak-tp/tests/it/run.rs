@@ -170,7 +170,8 @@ fn passes(graph: &Graph, place: Coord, groups: &Arc<dyn AxisGroups>, plan: &Reco
     let mut store = GradStore::default();
     for (buffer, grad) in program.grads.iter().enumerate() {
         let len = program.graph.param(grad.param).local.numel();
-        store.buffers.push(backend.grad_buffer(DType::F64, len));
+        let memory = backend.grad_buffer(DType::F64, len);
+        store.buffers.push(memory.expect("room for it"));
         store.slots.push(GradSlot {
             buffer,
             offset: 0,

@@ -250,8 +250,8 @@ impl Backend for Candle {
         }
     }
 
-    fn grad_buffer(&self, dtype: DType, len: usize) -> Box<dyn Buffer> {
-        zeros(dtype, len)
+    fn grad_buffer(&self, dtype: DType, len: usize) -> Result<Box<dyn Buffer>> {
+        Ok(zeros(dtype, len))
     }
 
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {

@@ -225,11 +225,8 @@ impl Backend for Tch {
         Ok(Box::new(TchBuffer::from_value(value)?))
     }
 
-    fn grad_buffer(&self, dtype: DType, len: usize) -> Box<dyn Buffer> {
-        TchBuffer::zeros(dtype, len, self.device).map_or_else(
-            |_| merak_mpu::zeros(dtype, len),
-            |buffer| Box::new(buffer) as _,
-        )
+    fn grad_buffer(&self, dtype: DType, len: usize) -> Result<Box<dyn Buffer>> {
+        Ok(Box::new(TchBuffer::zeros(dtype, len, self.device)?))
     }
 
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {

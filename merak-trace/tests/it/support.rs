@@ -218,7 +218,8 @@ pub(crate) fn grad_store(backend: &SharedBackend, program: &StageProgram) -> Gra
             DType::BF16 | DType::F16 => DType::F32,
             other => other,
         };
-        store.buffers.push(backend.grad_buffer(dtype, ty.numel()));
+        let memory = backend.grad_buffer(dtype, ty.numel());
+        store.buffers.push(memory.expect("room for it"));
         store.slots.push(GradSlot {
             buffer,
             offset: 0,

@@ -298,7 +298,7 @@ impl<'a> Rank<'a> {
             values.for_each(|(index, value)| *value = small(index));
         });
         Ok(Self {
-            grads: grad_store(&kinds.programs, &optimizer, &*backend),
+            grads: grad_store(&kinds.programs, &optimizer, &*backend)?,
             batch: batch(graph),
             context: RunContext {
                 training: true,

@@ -98,7 +98,7 @@ impl Backend for Timed {
         self.inner.into_buffer(value)
     }
 
-    fn grad_buffer(&self, dtype: DType, len: usize) -> Box<dyn Buffer> {
+    fn grad_buffer(&self, dtype: DType, len: usize) -> Result<Box<dyn Buffer>> {
         self.inner.grad_buffer(dtype, len)
     }
 

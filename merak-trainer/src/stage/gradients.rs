@@ -111,13 +111,16 @@ fn bucket_of(slot: &GradSlot, buckets: &[Bucket]) -> Option<usize> {
 
 /// Memory for the gradients of all uses. The first use of a parameter accumulates with the others,
 /// in a flat buffer or in that of its bucket; further ones accumulate apart.
+///
+/// # Errors
+/// As [`Backend::grad_buffer`].
 pub(crate) fn grad_store(
     programs: &RankPrograms,
     optimizer: &ZeroOptimizer,
     backend: &dyn Backend,
-) -> GradStore {
+) -> TraceResult<GradStore> {
     let layout = optimizer.layout();
-    let mut buffers = vec![backend.grad_buffer(DType::F32, optimizer.num_gradients())];
+    let mut buffers = vec![backend.grad_buffer(DType::F32, optimizer.num_gradients())?];
     if optimizer.divides_gradients() {
         buffers.extend(layout.buckets().iter().map(|_| nothing()));
     }
@@ -126,7 +129,7 @@ pub(crate) fn grad_store(
     for ParamUse { param, is_first } in programs.uses() {
         let len = programs.params[param].local.numel();
         let (buffer, offset) = if !is_first {
-            buffers.push(backend.grad_buffer(DType::F32, len));
+            buffers.push(backend.grad_buffer(DType::F32, len)?);
             (buffers.len() - 1, 0)
         } else if optimizer.divides_gradients() {
             place_by_bucket(layout, layout.range(positions[param]).start)
@@ -139,7 +142,7 @@ pub(crate) fn grad_store(
             len,
         });
     }
-    GradStore { buffers, slots }
+    Ok(GradStore { buffers, slots })
 }
 
 /// The buffer of the bucket that has an element of the layout, and the element's place in it.
@@ -248,7 +251,7 @@ impl GradSink for Reduction<'_> {
                 let buffer = &mut self.grads.buffers[1 + bucket];
                 if buffer.is_empty() {
                     let len = self.completion.lens[bucket];
-                    *buffer = self.backend.grad_buffer(DType::F32, len);
+                    *buffer = self.backend.grad_buffer(DType::F32, len)?;
                 }
             }
         }

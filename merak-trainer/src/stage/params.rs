@@ -182,8 +182,10 @@ impl StageParams {
             if buffer == TRAINED && optimizer.divides_params() {
                 let trained = places.iter_mut().filter(|place| place.buffer == TRAINED);
                 trained.for_each(|place| place.dtype = DType::F32);
-                let beside = || backend.grad_buffer(DType::F32, len);
-                buffers.push(masters.unwrap_or_else(beside));
+                buffers.push(match masters {
+                    Some(masters) => masters,
+                    None => backend.grad_buffer(DType::F32, len)?,
+                });
                 continue;
             }
             let own = (0..params.len()).filter(|&index| places[index].buffer == buffer);

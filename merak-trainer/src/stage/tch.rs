@@ -69,7 +69,7 @@ impl StepDevice for Steps {
     }
 
     fn zeros(&self, len: usize) -> Result<Box<dyn Buffer>, DeviceError> {
-        Ok(self.backend.grad_buffer(DType::F32, len))
+        Ok(self.backend.grad_buffer(DType::F32, len)?)
     }
 
     fn sums_of_squares(

@@ -220,7 +220,7 @@ mod tests {
     }
 
     fn buffer(tch: &Tch, values: &[f32]) -> Box<dyn Buffer> {
-        let mut buffer = tch.grad_buffer(DType::F32, values.len());
+        let mut buffer = tch.grad_buffer(DType::F32, values.len()).unwrap();
         buffer.write(&mut |bytes| bytes.copy_from_slice(bytemuck::cast_slice(values)));
         buffer
     }

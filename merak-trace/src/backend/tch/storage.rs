@@ -251,7 +251,8 @@ unsafe impl Sync for TchBuffer {}
 impl TchBuffer {
     pub(super) fn zeros(dtype: DType, len: usize, device: Device) -> Result<Self> {
         let ty = TensorType::new([len], dtype);
-        let flat = Tensor::f_zeros(int(len), (kind_of(&ty)?, device)).map_err(at("buffer"))?;
+        let flat = Tensor::f_zeros(int(len), (kind_of(&ty)?, device));
+        let flat = flat.map_err(at(&ty.to_string()))?;
         Ok(Self {
             flat,
             dtype,
@@ -574,10 +575,18 @@ mod tests {
     #[test]
     fn an_empty_buffer_is_a_slice_of_any_numbers() {
         let backend = Tch::new(TchDevice::Cpu, 1).unwrap();
-        let mut buffer = backend.grad_buffer(DType::F32, 0);
+        let mut buffer = backend.grad_buffer(DType::F32, 0).unwrap();
         let mut seen = 0;
         buffer.read(&mut |bytes| seen += 1 + bytemuck::cast_slice::<u8, f64>(bytes).len());
         buffer.write(&mut |bytes| seen += 1 + bytemuck::cast_slice_mut::<u8, f64>(bytes).len());
         assert_eq!(seen, 2);
+    }
+
+    #[test]
+    fn a_buffer_that_libtorch_does_not_make_is_an_error() {
+        let backend = Tch::new(TchDevice::Cpu, 1).unwrap();
+        let refused = backend.grad_buffer(DType::U32, 3).unwrap_err();
+        let expected = "u32[3]: libtorch has no element type u32";
+        assert_eq!(refused.to_string(), expected);
     }
 }

@@ -60,13 +60,15 @@ fn device_memory() -> nccl::Allocate {
     use std::sync::{Arc, OnceLock};
     let backend = OnceLock::new();
     let allocate = move |ordinal, dtype, len| -> merak_mpu::Result<Box<dyn Buffer>> {
+        let failed = |reason| Met::Device {
+            call: "libtorch",
+            reason,
+        };
         let open = || Tch::new(TchDevice::Cuda(ordinal), 1).map_err(|error| error.to_string());
         let backend = backend.get_or_init(open).as_ref();
-        let backend = backend.map_err(|reason| Met::Device {
-            call: "libtorch",
-            reason: reason.clone(),
-        })?;
-        Ok(backend.grad_buffer(dtype, len))
+        let backend = backend.map_err(|reason| failed(reason.clone()))?;
+        let memory = backend.grad_buffer(dtype, len);
+        memory.map_err(|error| failed(error.to_string()))
     };
     Arc::new(allocate)
 }
