@@ -7,12 +7,13 @@ use std::{
 
 use merak_mpu::{DType, Locality};
 use merak_trace::{
-    Call, Op, RunContext, SharedBackend, TensorType, Value, backend::candle::Products,
-    op::WeightLayout,
+    Call, Coord, Init, Op, Param, ParamRole, RunContext, SharedBackend, TensorType, Threads, Value,
+    backend::candle::Products, initial_values, op::WeightLayout,
 };
 
 use crate::{
     config::{BackendChoice, CheckedArguments, Device},
+    data::SampleTensor,
     error::Result,
     stage::Executor,
     world::{cores_here, threads_per_rank},
@@ -46,9 +47,10 @@ enum Source {
 }
 
 impl Peak {
-    /// As the key `peak_flops` says, for all ranks; else measured on this machine, in some 50 ms:
-    /// the fastest of several products of square matrices by the backend of the run, in the element
-    /// type that it trains in, on the threads of one rank, times the ranks that have cores at once.
+    /// As the key `peak_flops` says, for all ranks; else measured on this machine, in some 50 ms,
+    /// or a second where larger matrices go to a device: the fastest of several products of square
+    /// matrices by the backend of the run, in the element type that it trains in, on the threads of
+    /// one rank, times the ranks that have cores at once.
     /// Call it while no rank computes.
     ///
     /// # Errors
@@ -181,14 +183,12 @@ fn product_speed(args: &CheckedArguments, values: DType, threads: usize) -> Resu
         Device::Cpu => (512, 1),
         Device::Cuda => (4096, 8),
     };
-    let square = || {
-        let ty = TensorType::new([side, side], values);
-        let bytes = vec![0; ty.size_bytes()];
-        backend.from_bytes(&ty, &bytes)
-    };
-    let (x, w) = (square()?, square()?);
+    let square = TensorType::new([side, side], values);
+    let numbers = noise(&square);
+    let matrix = || backend.from_bytes(&square, &numbers);
+    let (x, w) = (matrix()?, matrix()?);
     let row = TensorType::new([1, side], values);
-    let row = backend.from_bytes(&row, &vec![0; row.size_bytes()])?;
+    let row = backend.from_bytes(&row, &numbers[..row.size_bytes()])?;
     let start = Instant::now();
     let (mut best, mut done) = (f64::INFINITY, 0);
     while done < LEAST_REPETITIONS || start.elapsed() < BUDGET {
@@ -204,6 +204,18 @@ fn product_speed(args: &CheckedArguments, values: DType, threads: usize) -> Resu
     }
     let (side, products) = (side as f64, f64::from(products));
     Ok(2.0 * side * side * (side * products + 1.0) / best.max(f64::MIN_POSITIVE))
+}
+
+/// The bytes of a tensor of noise: a device multiplies zeros faster, as they take less power than
+/// the numbers of a run.
+fn noise(ty: &TensorType) -> Vec<u8> {
+    let wide = TensorType::new(ty.shape.clone(), DType::F32);
+    let param = Param::new("noise", wide, Init::Uniform(1.0), ParamRole::Weight);
+    let mut values = vec![0.0_f32; ty.numel()];
+    initial_values(&Threads::one(), 0, &param, Coord::default(), &mut values);
+    let values = SampleTensor::floats(ty.shape.clone(), values);
+    let values = values.expect("there is a number for each element");
+    values.bytes_as(ty.dtype).into_owned()
 }
 
 /// A row of values by a weight, as a linear layer computes it.
@@ -228,6 +240,7 @@ fn product(backend: &SharedBackend, x: &Value, w: &Value) -> Result<Value> {
 mod tests {
     use super::*;
     use crate::config::Config;
+    use std::collections::BTreeSet;
 
     fn arguments(line: &[&str]) -> CheckedArguments {
         let line: Vec<String> = line.iter().map(|word| (*word).to_owned()).collect();
@@ -252,6 +265,18 @@ mod tests {
                     .to_string()
                     .contains(&format!("of {name} products"))
             );
+        }
+    }
+
+    #[test]
+    fn what_is_multiplied_is_noise_in_every_type() {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let ty = TensorType::new([64, 64], dtype);
+            let bytes = noise(&ty);
+            assert_eq!(bytes.len(), ty.size_bytes());
+            let numbers: BTreeSet<_> = bytes.chunks(dtype.size_bytes()).collect();
+            // Drawn numbers of 8 bits of precision meet each other now and then.
+            assert!(numbers.len() > 500, "{dtype}: {}", numbers.len());
         }
     }
 
