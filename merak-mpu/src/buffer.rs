@@ -119,7 +119,8 @@ impl<T: Element> Buffer for Vec<T> {
 /// Takes the elements out of a buffer, without a copy when it is a `Vec<T>`.
 ///
 /// # Errors
-/// [`Error::DTypeMismatch`] when the elements are not of type `T`.
+/// [`Error::DTypeMismatch`] when the elements are not of type `T`, [`Error::UnreadBuffer`] when a
+/// device does not give them out.
 pub fn into_vec<T: Element>(buffer: Box<dyn Buffer>) -> Result<Vec<T>> {
     let mismatch = Error::DTypeMismatch {
         expected: T::DTYPE,
@@ -137,7 +138,13 @@ pub fn into_vec<T: Element>(buffer: Box<dyn Buffer>) -> Result<Vec<T>> {
     }
     let mut out = Vec::new();
     buffer.read(&mut |bytes| out = bytemuck::cast_slice(bytes).to_vec());
-    Ok(out)
+    let (len, found) = (buffer.len(), out.len());
+    if found == len {
+        Ok(out)
+    } else {
+        let dtype = T::DTYPE;
+        Err(Error::UnreadBuffer { dtype, len, found })
+    }
 }
 
 /// Makes a zeroed host buffer of `len` elements.

@@ -182,6 +182,16 @@ pub enum Error {
         /// The number of bytes that makes.
         expected: usize,
     },
+    /// A buffer did not show all of its elements to be taken out.
+    #[error("{found} of the {len} elements of a buffer of {dtype} could be read")]
+    UnreadBuffer {
+        /// Its element type.
+        dtype: DType,
+        /// The number of elements it claims.
+        len: usize,
+        /// The number that it showed.
+        found: usize,
+    },
     /// A tensor of another library cannot take part in a collective or a message.
     #[error("a tensor of shape {shape:?} cannot be used here: {reason}")]
     BadTensor {

@@ -372,18 +372,20 @@ impl Buffer for DeviceMemory {
 
     fn read(&self, f: &mut dyn FnMut(&[u8])) {
         // A buffer that does not open is an error of the operation that reads it.
-        if let Ok(words) = self.to_host() {
-            f(&bytemuck::cast_slice(&words)[..self.size_bytes()]);
+        match self.to_host() {
+            Ok(words) => f(&bytemuck::cast_slice(&words)[..self.size_bytes()]),
+            Err(error) => tracing::error!(%error, "a buffer of a device cannot be read"),
         }
     }
 
     fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
         let bytes = self.size_bytes();
-        if let Ok(mut words) = self.to_host() {
+        let written = self.to_host().and_then(|mut words| {
             f(&mut bytemuck::cast_slice_mut(&mut words)[..bytes]);
-            if let Err(error) = self.fill_from(&words) {
-                tracing::error!(%error, "a buffer of a device keeps its old elements");
-            }
+            self.fill_from(&words)
+        });
+        if let Err(error) = written {
+            tracing::error!(%error, "a buffer of a device keeps its old elements");
         }
     }
 

@@ -1,5 +1,5 @@
 use merak_mpu::{
-    Buffer, Communicator, DType, Error, Group, Member, Memory, Rank, ReduceOp, RunError,
+    Buffer, Communicator, DType, Error, Group, Member, Memory, Rank, ReduceOp, RunError, into_vec,
     testing::world,
     threads::{self, WorldOptions},
 };
@@ -172,7 +172,7 @@ fn arguments_are_checked_before_anything_is_sent() {
     });
 }
 
-/// A buffer that shows fewer bytes than it promises.
+/// A buffer that shows fewer bytes than it promises, and cannot be read at all.
 #[derive(Debug)]
 struct Short;
 
@@ -185,9 +185,7 @@ impl Buffer for Short {
         8
     }
 
-    fn read(&self, f: &mut dyn FnMut(&[u8])) {
-        f(&[]);
-    }
+    fn read(&self, _: &mut dyn FnMut(&[u8])) {}
 
     fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
         f(&mut []);
@@ -219,6 +217,13 @@ fn a_buffer_that_breaks_its_promise_is_an_error_on_every_rank() {
     for message in heard {
         assert!(message == broken || message == told, "{message}");
     }
+}
+
+#[test]
+fn elements_that_a_buffer_does_not_show_are_not_taken_for_none() {
+    let error = into_vec::<f32>(Box::new(Short)).unwrap_err();
+    let expected = "0 of the 8 elements of a buffer of f32 could be read";
+    assert_eq!(error.to_string(), expected);
 }
 
 #[test]
