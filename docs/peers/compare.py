@@ -74,7 +74,8 @@ def main():
 
         ratio = statistics.median(o["tokens_per_s"] / t["tokens_per_s"] for o, t in pairs)
         speeds = f"{median(0, 'tokens_per_s'):.0f} | {median(1, 'tokens_per_s'):.0f}"
-        peaks = " | ".join(f"{median(side, 'peak_bytes') / 2**20:.0f}" for side in (0, 1))
+        place = "peak_bytes" if pairs[0][0]["device_peak_bytes"] is None else "device_peak_bytes"
+        peaks = " | ".join(f"{median(side, place) / 2**20:.0f}" for side in (0, 1))
         print(f"| {mode} | {speeds} | {ratio:.2f} | {peaks} |", flush=True)
 
 

@@ -290,6 +290,7 @@ def measure(args, rank):
             "first_loss": losses[0],
             "last_loss": losses[-1],
             "peak_bytes": peak,
+            "device_peak_bytes": torch.cuda.max_memory_allocated() if args.device != "cpu" else None,
         }
         print(json.dumps(report), flush=True)
 

@@ -13,7 +13,7 @@ mod tokenizing;
 
 pub use self::{
     file::{MetricsFile, StepMetrics},
-    memory::{peak_resident_bytes, resident_bytes},
+    memory::{peak_device_bytes, peak_resident_bytes, resident_bytes},
     page::{Page, Ran},
     peak::{Flops, Peak, Percent, Rates},
     progress::Progress,

@@ -108,6 +108,14 @@ impl Tch {
         }
     }
 
+    /// The most bytes that tensors of this process took at once on one of the CUDA devices; `None`
+    /// where none has lain there.
+    pub fn peak_cuda_bytes() -> Option<u64> {
+        (0..Self::num_cuda_devices())
+            .filter_map(shim::peak_bytes)
+            .max()
+    }
+
     /// Whether it computes on the processor, so that buffers lie in host memory.
     pub fn is_cpu(&self) -> bool {
         self.device == Device::Cpu

@@ -14,7 +14,7 @@ use merak_trainer::{
     CheckedArguments, Config, Error, Given, MerakTrainer, Plan, PlanInputs, Result, StepReport,
     TrainerParts, Workload,
     data::{Dataset, LABELS, Sample, SampleTensor},
-    metrics::{Screen, peak_resident_bytes},
+    metrics::{Screen, peak_device_bytes, peak_resident_bytes},
     run_world,
 };
 use serde_json::json;
@@ -224,6 +224,7 @@ impl Gpt {
             "first_loss": reports[0].loss,
             "last_loss": reports[reports.len() - 1].loss,
             "peak_bytes": peak_resident_bytes(),
+            "device_peak_bytes": peak_device_bytes(args),
             "state_bytes": results.iter().map(|rank| rank.state_bytes).max(),
             "planned_state_bytes": planned.max(),
             "exchange_bytes": results.iter().map(|rank| rank.exchange_bytes).max(),

@@ -1,4 +1,6 @@
-//! The memory of this process, as the system reports it.
+//! The memory of this process, as the system and libtorch report it.
+
+use crate::config::{CheckedArguments, Device};
 
 /// The most bytes of memory that this process ever held, where the system tells.
 pub fn peak_resident_bytes() -> Option<u64> {
@@ -8,6 +10,26 @@ pub fn peak_resident_bytes() -> Option<u64> {
 /// Bytes of memory that this process holds now, where the system tells.
 pub fn resident_bytes() -> Option<u64> {
     status("VmRSS:")
+}
+
+/// The most bytes that tensors of this process took at once on one of the devices of a run; `None`
+/// where it computes on the processor.
+pub fn peak_device_bytes(args: &CheckedArguments) -> Option<u64> {
+    match args.compute.device {
+        Device::Cpu => None,
+        Device::Cuda => of_devices(),
+    }
+}
+
+#[cfg(feature = "tch")]
+fn of_devices() -> Option<u64> {
+    merak_trace::backend::tch::Tch::peak_cuda_bytes()
+}
+
+/// Without libtorch there is no device.
+#[cfg(not(feature = "tch"))]
+fn of_devices() -> Option<u64> {
+    None
 }
 
 /// A line of `/proc/self/status`, which counts in KiB.

@@ -11,6 +11,7 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/native_layer_norm_backward.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -77,6 +78,16 @@ char* merak_tch_current_stream(int device, uint64_t* stream) {
         const c10::Device place(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
         void* handle = guard.getStreamNativeHandle(guard.getStream(place));
         *stream = reinterpret_cast<uintptr_t>(handle);
+    });
+}
+
+// Writes the most bytes that tensors of this process took at once on a CUDA device.
+char* merak_tch_peak_bytes(int device, uint64_t* bytes) {
+    return guarded([&] {
+        auto* allocator = c10::getDeviceAllocator(c10::DeviceType::CUDA);
+        const auto stats = allocator->getDeviceStats(static_cast<c10::DeviceIndex>(device));
+        const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+        *bytes = static_cast<uint64_t>(stats.allocated_bytes[all].peak);
     });
 }
 

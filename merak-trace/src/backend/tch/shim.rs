@@ -15,6 +15,7 @@ unsafe extern "C" {
     fn merak_tch_load_cuda() -> *mut c_char;
     fn merak_tch_pool_memory();
     fn merak_tch_current_stream(device: c_int, stream: *mut u64) -> *mut c_char;
+    fn merak_tch_peak_bytes(device: c_int, bytes: *mut u64) -> *mut c_char;
     fn merak_tch_layer_norm_backward(
         grad: *const C_tensor,
         input: *const C_tensor,
@@ -88,6 +89,15 @@ pub(super) fn current_stream(device: usize) -> Option<u64> {
     // SAFETY: the function writes one number there, and returns null or a message of its own.
     let message = unsafe { merak_tch_current_stream(device, &raw mut stream) };
     message_of(message).is_none().then_some(stream)
+}
+
+/// The most bytes that tensors took at once on a CUDA device; none where none has lain on any.
+pub(super) fn peak_bytes(device: usize) -> Option<u64> {
+    let mut bytes = 0;
+    let device = c_int::try_from(device).ok()?;
+    // SAFETY: the function writes one number there, and returns null or a message of its own.
+    let message = unsafe { merak_tch_peak_bytes(device, &raw mut bytes) };
+    message_of(message).is_none().then_some(bytes)
 }
 
 /// Operands of the backward of a layer norm, over rows of the last dimension.

@@ -539,6 +539,7 @@ fn the_bench_prints_one_line_of_json() {
             "first_loss",
             "last_loss",
             "peak_bytes",
+            "device_peak_bytes",
             "state_bytes",
             "planned_state_bytes",
             "exchange_bytes",
@@ -553,6 +554,7 @@ fn the_bench_prints_one_line_of_json() {
         (&single["mode"], &single["schedule"]),
         (&json!("single"), &json!("1f1b"))
     );
+    assert_eq!(single["device_peak_bytes"], Value::Null);
     let elements = single["params"].as_u64().expect("a number");
     assert_eq!(single["state_bytes"], 16 * elements);
     assert_eq!(single["planned_state_bytes"], 16 * elements);
