@@ -7,12 +7,16 @@ use crate::{
     error::{Error, Result},
     machine::{free_addresses, memory_bytes, product_addresses},
     plan::{Forward, ParamGroups, Plan, kept_bytes, param_bytes, value_width},
-    stage::MOST_BUCKETS,
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::{ForwardBytes, cached_bytes, forward_bytes};
 use std::{fmt, iter};
 use threads::{mapped_bytes, touched_bytes};
+
+/// The most buckets of divided weights that a rank has at once (`stage/gathered.rs`): that of a
+/// read, that of the node's operand before it, one that is read again soon, and the next one under
+/// way, with a copy of the rank's part of it.
+const MOST_BUCKETS: usize = 5;
 
 /// What a run does with its model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -11,7 +11,7 @@ mod tch;
 mod tied;
 
 pub(crate) use self::{
-    gathered::{MOST_BUCKETS, StageValues},
+    gathered::StageValues,
     gradients::grad_store,
     params::{ParamMemory, StageParams, StateRoom, floats},
 };

@@ -269,6 +269,10 @@ impl Op {
     }
 
     /// The attention that the operation computes, or whose gradient it computes.
+    #[expect(
+        clippy::unnested_or_patterns,
+        reason = "one of the patterns is a macro's"
+    )]
     fn attends(&self) -> Option<(&Attention, Direction)> {
         match self {
             Self::Attention(spec) => Some((spec, Direction::Forward)),

@@ -152,10 +152,6 @@ impl Params for StageValues {
 /// A bucket stays while at most this number of other buckets is read before it is read again.
 const OTHERS_BEFORE_RETURN: usize = 1;
 
-/// The most buckets that a rank has at once: that of a read, that of the node's operand before it,
-/// one that is read again soon, and the next one under way, with a copy of the rank's part of it.
-pub(crate) const MOST_BUCKETS: usize = 5;
-
 /// The visits of a pass that reads buckets in this order. The last bucket stays, since the next
 /// pass may begin with it, as a backward does behind its forward.
 fn course(reads: &[usize]) -> Vec<Visit> {

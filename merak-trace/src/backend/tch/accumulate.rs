@@ -2,7 +2,7 @@
 
 use super::{
     Tch,
-    run::{Node, Outcome, is_half, run, same_kind},
+    run::{Node, Outcome, is_half, run, same_kind, stat_kind},
     shim,
     storage::{TchBuffer, int, shape_of, tensor},
 };
@@ -117,10 +117,11 @@ pub(super) fn rows_by_number(dy: &Tensor, ids: &Tensor, rows: i64, padding: i64)
     if dy.device() == Device::Cpu {
         return Tensor::f_embedding_dense_backward(dy, ids, rows, padding, false);
     }
-    // In libtorch 2.11 that kernel has a race on devices: for 1,025 to 3,072 ids.
-    let width = dy.size().last().copied().unwrap_or(1);
-    let mut sum = Tensor::f_zeros([rows, width], (dy.kind(), dy.device()))?;
+    // In libtorch 2.11 that kernel has a race on devices: for 1,025 to 3,072 ids. The one for
+    // additions rounds each sum to the type of the table.
+    let (kind, width) = (dy.kind(), dy.size().last().copied().unwrap_or(1));
+    let mut sum = Tensor::f_zeros([rows, width], (stat_kind(kind), dy.device()))?;
     let hidden = ids.f_eq(padding)?.f_unsqueeze(-1)?;
     add_rows(&mut sum, ids, &dy.f_masked_fill(&hidden, 0.0)?)?;
-    Ok(sum)
+    sum.f_to_kind(kind)
 }

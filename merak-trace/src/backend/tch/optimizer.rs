@@ -7,7 +7,7 @@ use super::{
 use crate::{Error, Result};
 use merak_mpu::Buffer;
 use std::{any::Any, ops::Range};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 /// The scalars of a step of [Adam](https://arxiv.org/abs/1412.6980), algorithm 1, or of
 /// [AdamW](https://arxiv.org/abs/1711.05101), algorithm 2.
@@ -66,6 +66,10 @@ impl Tch {
         self.enter();
         let flat = &own(x)?.flat;
         let node = "gradient norm";
+        if let Some(parts) = Parts::of(ranges).filter(|_| flat.device() != Device::Cpu) {
+            let sums = parts.sums_of_squares(flat).map_err(at(node))?;
+            return Ok(parts.of_ranges(&sums));
+        }
         let mut sums = Vec::new();
         let mut rest = ranges;
         while let Some(first) = rest.first() {
@@ -179,6 +183,67 @@ impl Tch {
     }
 }
 
+/// Ranges as runs of parts of one length, whose sums a device computes in two kernels. The bits of
+/// a range's sum depend on the range alone.
+#[derive(Debug)]
+struct Parts {
+    /// Where the first range begins.
+    start: usize,
+    /// Elements of a part, a power of two.
+    len: usize,
+    /// Number of parts of each range, and of each gap between two.
+    counts: Vec<i64>,
+    /// Which of the counts are those of the ranges.
+    ranges: Vec<usize>,
+}
+
+impl Parts {
+    /// None where the parts would be short, or ranges do not ascend.
+    fn of(ranges: &[Range<usize>]) -> Option<Self> {
+        let borders = ranges.iter().fold(0, |bits, x| bits | x.start | x.end);
+        let len = 1_usize << borders.trailing_zeros().min(8);
+        let start = ranges.first()?.start;
+        let mut parts = Self {
+            start,
+            len,
+            counts: Vec::new(),
+            ranges: Vec::new(),
+        };
+        let mut end = start;
+        for range in ranges {
+            let gap = range.start.checked_sub(end)?;
+            if gap > 0 {
+                parts.counts.push(int(gap / len));
+            }
+            parts.ranges.push(parts.counts.len());
+            parts.counts.push(int(range.len() / len));
+            end = range.end;
+        }
+        (len >= 32).then_some(parts)
+    }
+
+    /// The sum for each count, in f64. Within a part it is in f32, so that no wide copy of the
+    /// elements is made.
+    fn sums_of_squares(&self, flat: &Tensor) -> Result<Vec<f64>, TchError> {
+        let num_parts: i64 = self.counts.iter().sum();
+        let parts = flat
+            .f_narrow(0, int(self.start), num_parts * int(self.len))?
+            .f_reshape([num_parts, int(self.len)])?;
+        let norms = parts.f_linalg_norm(2.0, &[-1_i64][..], false, None)?;
+        let squares = norms.f_to_kind(Kind::Double)?.f_square_()?;
+        let counts = Tensor::from_slice(&self.counts).f_to_device(flat.device())?;
+        let none = None::<&Tensor>;
+        let sums =
+            Tensor::f_segment_reduce(&squares, "sum", Some(&counts), none, none, 0, true, 0.0)?;
+        Vec::try_from(sums.f_to_device(Device::Cpu)?)
+    }
+
+    /// Those of the ranges.
+    fn of_ranges(&self, sums: &[f64]) -> Vec<f64> {
+        self.ranges.iter().map(|&index| sums[index]).collect()
+    }
+}
+
 fn views<'a>(
     buffer: &TchBuffer,
     ranges: impl Iterator<Item = &'a Range<usize>>,
@@ -265,6 +330,27 @@ mod tests {
                 "{found} against {expected}"
             );
         }
+    }
+
+    #[test]
+    fn squares_are_summed_by_parts_as_on_a_device() {
+        let x: Vec<f32> = (0..1024).map(|i| ((i * 37) % 23) as f32 / 11.0).collect();
+        let ranges = [64..128, 128..512, 576..640, 960..1024];
+        let parts = Parts::of(&ranges).unwrap();
+        assert_eq!(
+            (parts.len, &parts.counts[..]),
+            (64, &[1, 6, 1, 1, 5, 1][..])
+        );
+        let sums = parts.sums_of_squares(&Tensor::from_slice(&x)).unwrap();
+        for (sum, range) in parts.of_ranges(&sums).iter().zip(ranges) {
+            let expected: f64 = x[range].iter().map(|&x| f64::from(x).powi(2)).sum();
+            assert!((sum - expected).abs() < 1e-6 * expected);
+        }
+        let short = [0..8, 8..64];
+        assert!(Parts::of(&short).is_none());
+        let descending = [64..128, 0..64];
+        assert!(Parts::of(&descending).is_none());
+        assert!(Parts::of(&[]).is_none());
     }
 
     #[test]

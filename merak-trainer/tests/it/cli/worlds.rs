@@ -231,7 +231,7 @@ fn a_stranger_at_the_port_of_a_run_is_dropped_and_the_run_goes_on() {
                 _ => thread::sleep(Duration::from_millis(5)),
             }
         };
-        let patience = stranger.set_read_timeout(Some(Duration::from_secs(60)));
+        let patience = stranger.set_read_timeout(Some(Duration::from_mins(1)));
         patience.expect("it is longer than none");
         let sent = stranger.write_all(b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n");
         sent.expect("rank 0 listens");
