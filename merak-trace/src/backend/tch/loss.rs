@@ -76,8 +76,9 @@ pub(super) fn cross_entropy_grad([logits, labels, dloss]: [&Tensor; 3], smoothin
 
 /// Adjacent rows whose shares are computed together.
 ///
-/// The shares have twice the bytes of 16-bit logits. On a device a few rows at a time stay in its
-/// cache between the kernels that read them. The processor takes all at once.
+/// The shares of 16-bit logits have twice their bytes, and the copy that they are computed of has
+/// as many. On a device a part of the rows at a time bounds both; on an H100 it takes as long as
+/// all rows at once. The processor takes all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Chunk {
     start: i64,
@@ -85,8 +86,8 @@ struct Chunk {
 }
 
 impl Chunk {
-    /// Elements of a chunk on a device: 16 MiB of `f32`, a third of the cache of an H100.
-    const MOST_ELEMENTS: i64 = 4 << 20;
+    /// Elements of a chunk on a device: 512 MiB of `f32`.
+    const MOST_ELEMENTS: i64 = 128 << 20;
 
     /// Those of a matrix, at least one.
     fn all(x: &Tensor) -> impl Iterator<Item = Self> + use<> {
