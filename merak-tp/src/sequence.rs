@@ -1,5 +1,6 @@
-//! Sequence parallelism: between the split regions each rank has a slice of the sequence
-//! ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)).
+//! Cuts of the sequence: over the tensor axis between split regions
+//! ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)), and over the sequence axis, for
+//! Ulysses, all-gathers and rings.
 
 use crate::{Error, Options, Result, Sequence, SequenceMethod, error::divisors, rules::Site};
 use merak_trace::{Shard, TensorType};

@@ -66,7 +66,7 @@ impl Shard {
         }
     }
 
-    /// Whether it cuts one dimension that was none of several parts.
+    /// Whether it cuts a dimension that is one part as a whole.
     pub fn is_of_one(&self) -> bool {
         self.parts.len() == if self.mirrored { 2 } else { 1 }
     }

@@ -27,8 +27,8 @@ const PORTS: u16 = 16;
 /// listens there.
 const TRY: Duration = Duration::from_secs(1);
 
-/// How long rank 0 stays, once it has given up, to tell those why that come later. They would look
-/// for it until their deadline.
+/// How long rank 0 stays after it has given up, to tell the reason to processes that come later.
+/// They would look for it until their deadline.
 const LAST_CALL: Duration = Duration::from_secs(2);
 
 /// Round trips from which the offset of two clocks is taken.

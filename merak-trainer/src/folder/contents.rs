@@ -1,4 +1,4 @@
-//! What a folder has once the run that a crash has left halfway out is put back.
+//! What a folder holds after the run that a crash left in the middle of a move is put back.
 
 use super::{
     MOVING,

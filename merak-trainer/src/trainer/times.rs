@@ -15,7 +15,7 @@ use std::{
 pub struct Breakdown {
     /// Steps done.
     pub step: usize,
-    /// The steps, the last ones, whose means these are.
+    /// Number of steps, up to that one, that the means are over.
     pub steps: usize,
     /// Each rank of the world.
     pub ranks: Vec<RankTimes>,
