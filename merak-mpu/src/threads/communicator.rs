@@ -1,6 +1,11 @@
 //! The communicator of a group of threads.
 
-use super::{collective::Collective, helper::Helper, wait, world::World};
+use super::{
+    collective::Collective,
+    helper::{Helper, Share},
+    wait,
+    world::World,
+};
 use crate::{
     Buffer, Communicator, Error, Message, Pending, Rank, Result, Started, Turn, Wait,
     bell::{Bell, lock},
@@ -75,7 +80,7 @@ struct Seat {
 pub(super) struct Handle {
     seat: Arc<Seat>,
     /// Apart from the seat, which the helper's thread holds too.
-    helper: Arc<Helper>,
+    helper: Arc<Share>,
     /// The number of collectives that this member has started.
     started: AtomicU64,
     /// The number of turns that this member has asked for.
@@ -91,7 +96,7 @@ impl Handle {
     ) -> Self {
         Self {
             seat: Arc::new(Seat { world, group, rank }),
-            helper,
+            helper: Arc::new(Share(helper)),
             started: AtomicU64::new(0),
             turns: AtomicU64::new(0),
         }
@@ -104,7 +109,7 @@ impl Handle {
             self.seat.group.bell.ring();
             let seat = Arc::clone(&self.seat);
             let lead = move |collective: &Collective| seat.lead_unasked(collective);
-            if self.helper.offer(collective, lead) {
+            if self.helper.0.offer(collective, lead) {
                 return Ok(());
             }
         }

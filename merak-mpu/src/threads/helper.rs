@@ -89,6 +89,10 @@ impl Helper {
     }
 }
 
+/// A member's share in the helper of its world. Its pending operations hold the share, since ranks
+/// on several cores would all write one count.
+pub(super) struct Share(pub(super) Arc<Helper>);
+
 impl Drop for Helper {
     fn drop(&mut self) {
         lock(&self.queue.state).has_ended = true;
