@@ -51,6 +51,11 @@ pub trait Buffer: Any + Send + Sync + fmt::Debug {
         self.len() == 0
     }
 
+    /// The bytes that the elements take.
+    fn size_bytes(&self) -> usize {
+        self.len() * self.dtype().size_bytes()
+    }
+
     /// Calls `f` once with the bytes of the buffer, aligned for the element type.
     fn read(&self, f: &mut dyn FnMut(&[u8]));
 

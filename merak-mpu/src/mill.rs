@@ -482,8 +482,7 @@ impl Mill {
     /// Queues a message; a long one sends its elements from where they lie.
     fn send(&mut self, group: &GroupState, to: usize, tag: u64, message: Message) {
         let shapes = frame::encode_shapes(&message);
-        let bytes = |data: &dyn Buffer| data.len() * data.dtype().size_bytes();
-        let whole: usize = message.iter().map(|packet| bytes(&*packet.data)).sum();
+        let whole: usize = message.iter().map(|packet| packet.data.size_bytes()).sum();
         let mut payload = shapes.clone();
         let inline = whole <= EAGER_BYTES;
         for packet in message.iter().filter(|_| inline) {
@@ -504,7 +503,7 @@ impl Mill {
         link.push(header, &payload, Body::None);
         for packet in message.into_iter().filter(|_| !inline) {
             let header = Header {
-                len: bytes(&*packet.data),
+                len: packet.data.size_bytes(),
                 ..Header::of(Kind::Packet)
             };
             link.push(header, &[], Body::Packet(packet.data));

@@ -18,7 +18,7 @@ pub(crate) struct Start<'a> {
 impl Start<'_> {
     /// Bytes of the buffer that the member brings.
     pub(crate) fn bytes(&self) -> usize {
-        bytes_of(&*self.buffer)
+        self.buffer.size_bytes()
     }
 
     /// Starts it on the engine beneath.
@@ -58,10 +58,6 @@ impl Member {
             between: Arc::new(between),
         }))
     }
-}
-
-fn bytes_of(buffer: &dyn Buffer) -> usize {
-    buffer.len() * buffer.dtype().size_bytes()
 }
 
 impl Engine for Wrapped {
@@ -132,7 +128,7 @@ impl Communicator for WrappedGroup {
     }
 
     fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
-        let bytes = message.iter().map(|packet| bytes_of(&*packet.data)).sum();
+        let bytes = message.iter().map(|packet| packet.data.size_bytes()).sum();
         self.between.sees_message(&self.name, bytes);
         self.communicator.start_send(to, tag, message)
     }

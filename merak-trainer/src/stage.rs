@@ -259,7 +259,7 @@ impl RankStages {
         let resident = self.buckets.as_ref().map_or(0, |b| b.num_resident_bytes());
         MemoryNeed {
             weights: self.params.num_bytes() + resident,
-            gradients: buffers.map(|b| b.len() * b.dtype().size_bytes()).sum(),
+            gradients: buffers.map(|b| b.size_bytes()).sum(),
             optimizer: (elements - in_files) * size_of::<f32>(),
             exchange: self.optimizer.most_summed_bytes(),
             files: in_files * size_of::<f32>() + self.params.num_file_bytes(),

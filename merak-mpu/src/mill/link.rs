@@ -255,7 +255,7 @@ impl Body {
         match self {
             Self::None => 0,
             Self::Extent { len, .. } => *len,
-            Self::Packet(data) => data.len() * data.dtype().size_bytes(),
+            Self::Packet(data) => data.size_bytes(),
         }
     }
 }

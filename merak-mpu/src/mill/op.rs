@@ -266,7 +266,7 @@ impl Op {
             rank: self.group.members()[self.group.me].0,
             len: self.input.len(),
             dtype: self.input.dtype(),
-            expected: self.input.len() * self.input.dtype().size_bytes(),
+            expected: self.input.size_bytes(),
         }
     }
 

@@ -15,19 +15,15 @@ const MOST_BYTES: usize = 256 << 20;
 #[derive(Debug, Default)]
 pub(super) struct Packets(VecDeque<Box<dyn Buffer>>);
 
-fn bytes(data: &dyn Buffer) -> usize {
-    data.len() * data.dtype().size_bytes()
-}
-
 impl Packets {
     /// Keeps a buffer that nobody needs any more, the newest first, if it is a vector and not too
     /// small.
     pub(super) fn keep(&mut self, data: Box<dyn Buffer>) {
-        if !(LEAST_BYTES..=MOST_BYTES).contains(&bytes(&*data)) || !is_vector(&*data) {
+        if !(LEAST_BYTES..=MOST_BYTES).contains(&data.size_bytes()) || !is_vector(&*data) {
             return;
         }
         self.0.push_back(data);
-        while self.0.iter().map(|kept| bytes(&**kept)).sum::<usize>() > MOST_BYTES {
+        while self.0.iter().map(|kept| kept.size_bytes()).sum::<usize>() > MOST_BYTES {
             self.0.pop_front();
         }
     }

@@ -7,7 +7,7 @@ use super::{
     moves::{EAGER_BYTES, Extent},
     op::GroupState,
 };
-use crate::{Buffer, Message, Rank, control::wire::Malformed};
+use crate::{Message, Rank, control::wire::Malformed};
 use std::{
     io::{self, ErrorKind},
     mem,
@@ -170,8 +170,7 @@ impl Mill {
         let (group, member) = self.place(rank, header)?;
         let (shapes, mut data) = payload.split_at(header.start);
         let mut message = frame::decode_shapes(shapes, |dtype, len| self.packets.take(dtype, len))?;
-        let bytes = |data: &dyn Buffer| data.len() * data.dtype().size_bytes();
-        let whole: usize = message.iter().map(|packet| bytes(&*packet.data)).sum();
+        let whole: usize = message.iter().map(|packet| packet.data.size_bytes()).sum();
         if whole > EAGER_BYTES {
             self.link(rank)?.reading = Reading::Packets {
                 group,
@@ -188,7 +187,7 @@ impl Mill {
             return Err(Malformed);
         }
         for packet in &mut message {
-            let (own, rest) = data.split_at(bytes(&*packet.data));
+            let (own, rest) = data.split_at(packet.data.size_bytes());
             packet.data.write(&mut |bytes| bytes.copy_from_slice(own));
             data = rest;
         }
@@ -297,7 +296,7 @@ fn read_packets(link: &mut Link, reading: &mut Reading) -> io::Result<bool> {
         return Ok(false);
     };
     while let Some(current) = message.get_mut(*packet) {
-        let len = current.data.len() * current.data.dtype().size_bytes();
+        let len = current.data.size_bytes();
         if !*begun {
             let Some((header, _)) = link.next_frame().map_err(io::Error::other)? else {
                 return match link.fill()? {

@@ -26,9 +26,7 @@ struct Deposit {
 impl Deposit {
     fn num_bytes(&self) -> usize {
         let buffers = [&self.input].into_iter().chain(&self.output);
-        buffers
-            .map(|buffer| buffer.len() * buffer.dtype().size_bytes())
-            .sum()
+        buffers.map(|buffer| buffer.size_bytes()).sum()
     }
 }
 

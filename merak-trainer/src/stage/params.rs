@@ -237,10 +237,10 @@ impl StageParams {
     pub(crate) fn num_bytes(&self) -> usize {
         let buffers = self.memory.buffers.read();
         let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
-        let kept: usize = buffers.iter().map(|buffer| bytes_of(&**buffer)).sum();
+        let kept: usize = buffers.iter().map(|buffer| buffer.size_bytes()).sum();
         let copy = self.copied.map_or(0, DType::size_bytes);
         let in_file = if self.in_file {
-            bytes_of(&*buffers[TRAINED])
+            buffers[TRAINED].size_bytes()
         } else {
             0
         };
@@ -252,7 +252,7 @@ impl StageParams {
         let buffers = self.memory.buffers.read();
         let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
         if self.in_file {
-            bytes_of(&*buffers[TRAINED])
+            buffers[TRAINED].size_bytes()
         } else {
             0
         }
@@ -444,10 +444,6 @@ fn laid_out(params: &[Param], optimizer: &ZeroOptimizer) -> (Vec<Place>, Vec<usi
     };
     let places = params.iter().map(place).collect();
     (places, lens)
-}
-
-fn bytes_of(buffer: &dyn Buffer) -> usize {
-    buffer.len() * buffer.dtype().size_bytes()
 }
 
 /// For each parameter, the last bucket with elements of it, if it is trained.
