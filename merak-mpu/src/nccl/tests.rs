@@ -385,7 +385,7 @@ fn a_library_that_is_none_of_nccl_is_a_clear_error() {
 }
 
 /// The variable that names a library for these tests.
-const LIBRARY: &str = "MERAK_TEST_NCCL";
+const LIBRARY: &str = "TEST_NCCL";
 
 /// The version that `.ci/run` tests with: 2.32.3, which names communicators without a driver.
 const PINNED: i32 = 23_203;

@@ -24,8 +24,8 @@ const SILENCE: Duration = Duration::from_secs(2);
 const DEADLINE: Duration = Duration::from_secs(25);
 
 /// The rank that does what a scenario says.
-const SCENARIO: &str = "MERAK_TEST_SCENARIO";
-const PLACE: &str = "MERAK_TEST_PLACE";
+const SCENARIO: &str = "TEST_SCENARIO";
+const PLACE: &str = "TEST_PLACE";
 
 /// What rank 0 says when sums go on.
 const SUMMING: &str = "SUMMING\n";

@@ -51,10 +51,10 @@ pub(crate) fn autocasting(_: DType, _: usize) -> Vec<SharedBackend> {
     Vec::new()
 }
 
-/// The first CUDA device, where there is one; there must be one if `MERAK_TEST_CUDA` is set.
+/// The first CUDA device, where there is one; there must be one if `TEST_CUDA` is set.
 #[cfg(feature = "tch")]
 fn cuda_device() -> Option<TchDevice> {
-    let must_be = std::env::var_os("MERAK_TEST_CUDA").is_some();
+    let must_be = std::env::var_os("TEST_CUDA").is_some();
     (must_be || Tch::num_cuda_devices() > 0).then_some(TchDevice::Cuda(0))
 }
 

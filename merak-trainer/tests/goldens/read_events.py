@@ -1,7 +1,7 @@
 """Prints what TensorBoard's own reader finds in a folder of event files, by tag, as JSON.
 
     python -m venv /tmp/tb && /tmp/tb/bin/pip install tensorboard
-    MERAK_TEST_TENSORBOARD=/tmp/tb/bin/python cargo test -p merak-trainer --test it -- reports
+    TEST_TENSORBOARD=/tmp/tb/bin/python cargo test -p merak-trainer --test it -- reports
 
 The test compares it with what its own reader finds.
 """

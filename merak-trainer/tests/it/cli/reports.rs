@@ -127,7 +127,7 @@ fn recorded(place: &Workplace, field: &str) -> Vec<(u64, f32)> {
 
 /// What TensorBoard's own reader finds, where a Python with it is named.
 fn by_tensorboard(folder: &Path) -> Option<BTreeMap<String, Vec<(u64, f32)>>> {
-    let python = std::env::var_os("MERAK_TEST_TENSORBOARD")?;
+    let python = std::env::var_os("TEST_TENSORBOARD")?;
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/read_events.py");
     let output = Command::new(python).arg(script).arg(folder).output();
     let output = output.expect("Python starts");

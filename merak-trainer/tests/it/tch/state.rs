@@ -52,7 +52,7 @@ fn state_and_masters_in_host_memory_or_files_train_like_those_beside_the_weights
 #[test]
 fn state_and_masters_of_a_device_train_in_host_memory_like_beside_the_weights() {
     // Where a device must be, the run says why it is not.
-    if std::env::var_os("MERAK_TEST_CUDA").is_none() && Tch::num_cuda_devices() == 0 {
+    if std::env::var_os("TEST_CUDA").is_none() && Tch::num_cuda_devices() == 0 {
         return;
     }
     for (key, tolerance) in TYPES {
