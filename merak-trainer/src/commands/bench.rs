@@ -6,7 +6,7 @@ mod pipeline;
 mod save;
 
 use super::{Outcome, output, world};
-use clap::{Args as ClapArgs, Subcommand};
+use clap::{ArgAction, Args as ClapArgs, Subcommand};
 use merak_ckpt::cli::at_least_one;
 use merak_mpu::{GroupKind, LinkSpeed, Member, Mpu, SlowLink};
 use merak_trace::models;
@@ -105,6 +105,12 @@ pub(crate) struct Gpt {
     /// What runs while sums over tensor-parallel ranks pass, 0 to 3.
     #[arg(long, value_name = "LEVEL", default_value_t = 0)]
     overlap: usize,
+    /// Whether tensor-parallel ranks share out the vocabulary; false: each has all of it.
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
+    parallel_vocab: bool,
+    /// Tensor-parallel ranks share out norms and residual sums by positions.
+    #[arg(long)]
+    sequence_parallel: bool,
     /// Megabytes in a second that each rank exchanges with its replicas, as over a slower network.
     #[arg(long, value_name = "MB", value_parser = speed)]
     replica_link: Option<f64>,
@@ -308,17 +314,8 @@ impl Gpt {
         };
         let microbatches = batches("--microbatches", self.microbatches, "--dp", self.dp)?;
         let samples = batches("--batch", self.batch, "--microbatches", self.microbatches)?;
-        let mut options: Options = vec![
-            ("--dp", "dp", self.dp.to_string()),
-            ("--tp", "tp", self.tp.to_string()),
-            ("--pp", "pp", self.pp.to_string()),
-            ("--sp", "sp", self.sp.to_string()),
-            ("--zero", "zero_stage", self.zero.to_string()),
-            (
-                "--overlap",
-                "tp_overlapping_level",
-                self.overlap.to_string(),
-            ),
+        let mut options = self.degrees();
+        options.extend([
             ("--schedule", "train_schedule", self.schedule().to_owned()),
             (
                 "--virtual-stages",
@@ -339,7 +336,7 @@ impl Gpt {
             ("--backend", "compute.backend", self.backend.clone()),
             ("--device", "compute.device", self.device.clone()),
             ("--units", "compute.units", self.units.clone()),
-        ];
+        ]);
         options.extend(dtype);
         options.extend(of_ranks(self.threads, self.lora_config.as_deref()));
         let always = [
@@ -351,6 +348,33 @@ impl Gpt {
             ("num_train_epochs", "1"),
         ];
         configured(options, &always)
+    }
+
+    /// The degrees and what ranks share out.
+    fn degrees(&self) -> Options {
+        let shared_vocab = self.parallel_vocab && self.tp > 1;
+        vec![
+            ("--dp", "dp", self.dp.to_string()),
+            ("--tp", "tp", self.tp.to_string()),
+            ("--pp", "pp", self.pp.to_string()),
+            ("--sp", "sp", self.sp.to_string()),
+            ("--zero", "zero_stage", self.zero.to_string()),
+            (
+                "--overlap",
+                "tp_overlapping_level",
+                self.overlap.to_string(),
+            ),
+            (
+                "--parallel-vocab",
+                "parallel_vocab",
+                shared_vocab.to_string(),
+            ),
+            (
+                "--sequence-parallel",
+                "sequence_parallel",
+                self.sequence_parallel.to_string(),
+            ),
+        ]
     }
 
     fn schedule(&self) -> &str {
