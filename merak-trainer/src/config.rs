@@ -21,12 +21,14 @@ mod keys;
 mod layer;
 mod lines;
 mod lists;
+mod names;
 mod nearest;
+mod numbers;
 mod origin;
 mod range;
 mod reserved;
 mod setting;
-mod special;
+mod sources;
 mod strict;
 
 use std::{
@@ -46,8 +48,8 @@ use self::nearest::nearest_key;
 pub use self::{
     checked::CheckedArguments,
     choice::{
-        BackendChoice, CostSource, DataFormat, Device, HalfPrecision, Offload, RecomputeMode,
-        ReportTo, TraceMethod,
+        BackendChoice, CostSource, DataFormat, Device, EarlyStop, HalfPrecision, Offload,
+        RecomputeMode, ReportTo, TraceMethod,
     },
     help::{key_help, key_page},
     inputs::{InputPaths, Mixture, MixturePart},
@@ -58,13 +60,12 @@ pub use self::{
     },
     layer::{Given, VARIABLES},
     lists::{SplitRatio, WeightSlice},
+    names::{AdapterName, MetricName},
+    numbers::{Boundaries, LrScales, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenIds},
     origin::Origin,
     range::Range,
     setting::InputPath,
-    special::{
-        AdapterName, Boundaries, EarlyStop, LrScales, MetricName, Ratios, SeqLength, Temperature,
-        TemplateSource, ThreadsPerRank, TokenIds, TokenizerSource,
-    },
+    sources::{TemplateSource, TokenizerSource},
 };
 use self::{
     key::Raw,

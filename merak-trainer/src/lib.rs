@@ -76,9 +76,9 @@ mod config;
 mod costs;
 pub mod data;
 mod error;
-mod fit;
 mod folder;
 mod machine;
+mod memory;
 pub mod metrics;
 pub mod network;
 mod plan;
@@ -99,9 +99,9 @@ pub use error::{
     ConfigError, DataError, Error, FolderError, PlanError, Result, ResumeError, StepPart, Teller,
     chain,
 };
-pub use fit::{MemoryNeed, MemoryShortage, Room, RunMemory, Workload};
 pub use folder::{ADAPTER_CONFIG, RunFolder};
 pub use machine::{available_bytes, keep_to_one_heap};
+pub use memory::{MemoryNeed, MemoryShortage, Room, RunMemory, Workload};
 pub use plan::{
     CustomLoss, Draft, FasterSchedule, Forward, ForwardOutput, Lora, LossCount, LossFn, Plan,
     PlanInputs, Prediction, StageTimes,

@@ -20,8 +20,8 @@ pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count};
 use crate::{
     config::{BackendChoice, CheckedArguments, Offload},
     error::Result,
-    fit::MemoryNeed,
     machine::num_cores,
+    memory::MemoryNeed,
     plan::{ParamGroups, Plan},
 };
 use merak_mpu::{Buffer, DType, Locality, Memory, Mpu, ReduceOp};

@@ -4,24 +4,25 @@ mod base;
 mod best;
 mod callback;
 mod checkpoint;
-mod course;
 mod divergence;
 mod early_stopping;
 mod evaluation;
 mod generation;
-mod notes;
+mod labels;
 mod prediction;
 mod progress;
 mod resume;
+mod run_length;
 mod saving;
 mod shards;
 mod step;
 mod times;
+mod warnings;
 
 use self::{
-    course::{Course, batch_shape},
     divergence::DivergenceGuard,
     progress::{Records, RunProgress},
+    run_length::RunLength,
     saving::Saving,
 };
 pub use best::BestModel;
@@ -40,7 +41,7 @@ use crate::{
     config::{CheckedArguments, Device, SeqLength},
     data::{Collator, DataFingerprint, Dataset, Loader, ModelInputs},
     error::{ConfigError, Error, PlanError, Result, StepPart},
-    fit::MemoryNeed,
+    memory::MemoryNeed,
     plan::Plan,
     stage::RankStages,
     world::threads_per_rank,
@@ -203,7 +204,7 @@ impl MerakTrainer {
         }
         let mpu = Arc::new(tie(mpu, &plan)?);
         let (engine, link) = pipeline(&plan, &mpu, args)?;
-        let progress = RunProgress::new(Course::new(args, &parts)?);
+        let progress = RunProgress::new(RunLength::new(args, &parts)?);
         let lengths = SeqLength {
             input: plan.draft.seq_length,
             target: plan.draft.target_length,
@@ -238,7 +239,7 @@ impl MerakTrainer {
     /// fresh ones.
     fn start(&mut self) -> Result<()> {
         if self.stages.mpu.is_rank_0() {
-            notes::warn(&self.args);
+            warnings::warn(&self.args);
         }
         let resumed = match self.args.resume_from_checkpoint.clone() {
             Some(from) => self.resume(&from)?,
@@ -256,16 +257,16 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// Checks the data as [`MerakTrainer::new`] does: their number, and the course of the learning
-    /// rate over them. Checks also that there are labels: samples are read until one has some.
-    /// Needs neither model nor ranks. Returns the steps of the whole run.
+    /// Checks the data as [`MerakTrainer::new`] does: their number, and the learning rates of the
+    /// steps that they give. Checks also that there are labels: samples are read until one has
+    /// some. Needs neither model nor ranks. Returns the steps of the whole run.
     ///
     /// # Errors
     /// When the data are too few or all without labels.
     pub fn check_data(args: &CheckedArguments, parts: &TrainerParts) -> Result<usize> {
-        let course = Course::new(args, parts)?;
-        course::check_labels(args, parts)?;
-        Ok(course.total_steps)
+        let length = RunLength::new(args, parts)?;
+        labels::check_labels(args, parts)?;
+        Ok(length.total_steps)
     }
 
     /// Checks that evaluations give the metric that the arguments judge models by, without metrics
@@ -331,7 +332,7 @@ impl MerakTrainer {
 
     /// Steps that the whole run makes.
     pub fn total_steps(&self) -> usize {
-        self.progress.course.total_steps
+        self.progress.length.total_steps
     }
 
     /// What this rank ran in its last step or generation, and when, in seconds since the moment of

@@ -15,9 +15,10 @@ use super::{
     checked::CheckedArguments,
     choice::{BackendChoice, CostSource, DataFormat, Device, Offload, RecomputeMode, ReportTo},
     keys::{MerakArguments, SHUFFLE_BUFFER, VALIDATION_FRACTION, keys},
+    numbers::Ratios,
     range::Number,
     setting::Setting,
-    special::{Ratios, TokenizerSource},
+    sources::TokenizerSource,
 };
 use crate::error::{ConfigError, Error, NO_LENGTH, Result};
 

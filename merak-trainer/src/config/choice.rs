@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use merak_ckpt::EarlyStopping;
 use merak_mpu::{named_enum, names::nearest};
 use serde_json::Value;
 
@@ -231,6 +232,40 @@ impl Setting for HalfPrecision {
 impl fmt::Display for HalfPrecision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(Self::NAMES[0])
+    }
+}
+
+/// When a beam search ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EarlyStop(pub EarlyStopping);
+
+impl Setting for EarlyStop {
+    fn expected(_: Range) -> String {
+        r#"true, false or "never""#.into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        match value {
+            Value::Bool(true) => Ok(Self(EarlyStopping::Yes)),
+            Value::Bool(false) => Ok(Self(EarlyStopping::No)),
+            Value::String(text) => Self::from_text(text),
+            _ => Err(Refusal::Type),
+        }
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        match text {
+            "never" => Ok(Self(EarlyStopping::Never)),
+            flag => Self::from_value(&Value::Bool(bool::from_text(flag)?)),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        match self.0 {
+            EarlyStopping::No => Value::Bool(false),
+            EarlyStopping::Yes => Value::Bool(true),
+            EarlyStopping::Never => Value::from("never"),
+        }
     }
 }
 

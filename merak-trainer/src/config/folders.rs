@@ -1,6 +1,6 @@
 //! Folders given in place of a file in them.
 
-use super::{Config, Origin, choice::DataFormat, special::TokenizerSource};
+use super::{Config, Origin, choice::DataFormat, sources::TokenizerSource};
 use crate::error::ConfigError;
 use merak_ckpt::words::file;
 use std::{

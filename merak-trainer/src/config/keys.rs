@@ -15,17 +15,16 @@ use serde_json::Value;
 
 use super::{
     choice::{
-        BackendChoice, CostSource, DataFormat, Device, HalfPrecision, Offload, RecomputeMode,
-        ReportTo, TraceMethod,
+        BackendChoice, CostSource, DataFormat, Device, EarlyStop, HalfPrecision, Offload,
+        RecomputeMode, ReportTo, TraceMethod,
     },
     inputs::{InputPaths, Mixture},
     key::{Key, settings},
     lists::{SplitRatio, WeightSlice},
+    names::{AdapterName, MetricName},
+    numbers::{Boundaries, LrScales, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenIds},
     setting::InputPath,
-    special::{
-        AdapterName, Boundaries, EarlyStop, LrScales, MetricName, Ratios, SeqLength, Temperature,
-        TemplateSource, ThreadsPerRank, TokenIds, TokenizerSource,
-    },
+    sources::{TemplateSource, TokenizerSource},
 };
 
 /// Upper bound on prefetch threads: more than any machine has cores is a typing mistake.

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     config::CheckedArguments,
     error::Result,
-    fit::{Shortage, shortage_beside_threads},
+    memory::{Shortage, shortage_beside_threads},
     network::Network,
     plan::{Draft, PlanInputs, SegmentedGraph, param_bytes},
     world::World,

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     error::Result,
-    fit::MemoryNeed,
+    memory::MemoryNeed,
     plan::{Plan, Prediction},
 };
 

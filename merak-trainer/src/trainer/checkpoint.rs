@@ -1,10 +1,11 @@
 //! Saving and loading a run.
 
 use super::{
-    BestModel, EarlyStopping, MerakTrainer, batch_shape,
+    BestModel, EarlyStopping, MerakTrainer,
     divergence::RecentLosses,
     early_stopping::Waiting,
     resume::{self, Candidates},
+    run_length::batch_shape,
     shards::{ShardSource, state_layout},
 };
 use crate::{
@@ -267,7 +268,7 @@ impl MerakTrainer {
             seed: self.stages.seed,
             data_seed: self
                 .progress
-                .course
+                .length
                 .order
                 .as_ref()
                 .map_or_else(|| args.data_seed(), TrainingOrder::seed),
@@ -590,7 +591,7 @@ impl MerakTrainer {
                 "the global batch changed: training goes on at the next whole one"
             );
         }
-        self.progress.course.order = Some(order);
+        self.progress.length.order = Some(order);
         self.parts.train_data = Some(data);
         Ok(())
     }

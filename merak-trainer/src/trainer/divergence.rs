@@ -161,7 +161,7 @@ impl MerakTrainer {
         let loaded = self.load_checkpoint(&path);
         self.args = own;
         loaded?;
-        if let Some(order) = &mut self.progress.course.order {
+        if let Some(order) = &mut self.progress.length.order {
             order.resume(to_step, position);
         }
         let rollback = Rollback {

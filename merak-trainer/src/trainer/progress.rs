@@ -1,6 +1,6 @@
 //! How far a run has come, and what its last steps ran.
 
-use super::course::Course;
+use super::run_length::RunLength;
 use crate::{
     data::{DataPosition, TrainingOrder},
     error::{ConfigError, Error, Result},
@@ -11,10 +11,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A run's course, and the steps that are done of it.
+/// The length of a run, and the steps that are done of it.
 #[derive(Debug)]
 pub(super) struct RunProgress {
-    pub(super) course: Course,
+    pub(super) length: RunLength,
     /// Optimizer steps done, skipped ones included.
     pub(super) global_step: usize,
     /// Tokens of the global batches of these steps, each at its own size.
@@ -25,9 +25,9 @@ pub(super) struct RunProgress {
 
 impl RunProgress {
     /// The start of a run.
-    pub(super) fn new(course: Course) -> Self {
+    pub(super) fn new(length: RunLength) -> Self {
         Self {
-            course,
+            length,
             global_step: 0,
             tokens: 0,
             first_step: 0,
@@ -42,12 +42,12 @@ impl RunProgress {
 
     /// Whether all steps are done.
     pub(super) fn is_done(&self) -> bool {
-        self.global_step >= self.course.total_steps
+        self.global_step >= self.length.total_steps
     }
 
     /// The order of training; an error without training data.
     pub(super) fn order(&self) -> Result<&TrainingOrder> {
-        self.course
+        self.length
             .order
             .as_ref()
             .ok_or(Error::Config(ConfigError::MissingKey {
@@ -58,7 +58,7 @@ impl RunProgress {
 
     /// How far the run has come in its data.
     pub(super) fn position(&self) -> DataPosition {
-        let order = self.course.order.as_ref();
+        let order = self.length.order.as_ref();
         order
             .map(|order| order.position_after(self.global_step))
             .unwrap_or_default()
@@ -66,13 +66,13 @@ impl RunProgress {
 
     /// Passes over the data, the last one as a fraction.
     pub(super) fn epochs(&self) -> f64 {
-        let order = self.course.order.as_ref();
+        let order = self.length.order.as_ref();
         order.map_or(0.0, |order| order.epochs_after(self.global_step))
     }
 
     /// Whether the last step done was the last of a pass over the data.
     pub(super) fn ends_epoch(&self) -> bool {
-        let order = self.course.order.as_ref();
+        let order = self.length.order.as_ref();
         order.is_some_and(|order| order.ends_epoch(self.global_step - 1))
     }
 }

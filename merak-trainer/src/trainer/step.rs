@@ -129,11 +129,11 @@ impl MerakTrainer {
 
     /// The learning rate after some updates.
     fn lr(&self, updates: u64) -> Result<f64> {
-        let course = &self.progress.course;
+        let length = &self.progress.length;
         let Some(schedule) = &self.parts.lr_scheduler else {
-            return Ok(course.schedule.lr(updates));
+            return Ok(length.schedule.lr(updates));
         };
-        let lr = schedule(updates, course.total_steps);
+        let lr = schedule(updates, length.total_steps);
         if lr.is_finite() && lr >= 0.0 {
             Ok(lr)
         } else {
@@ -217,7 +217,7 @@ impl MerakTrainer {
         if self.loader.is_none() {
             let order = self.progress.order()?.clone();
             let dp_rank = self.stages.mpu.data_parallel_rank();
-            let total = self.progress.course.total_steps;
+            let total = self.progress.length.total_steps;
             let request = move |n: usize| {
                 let step = step + n / microbatches;
                 (step < total).then(|| order.microbatch(step, dp_rank, n % microbatches))

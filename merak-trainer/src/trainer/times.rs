@@ -221,7 +221,7 @@ impl MerakTrainer {
             self.times.sums.add(record);
             self.times.steps += 1;
         }
-        let (first, total) = (self.progress.first_step, self.progress.course.total_steps);
+        let (first, total) = (self.progress.first_step, self.progress.length.total_steps);
         if !self.args.logs_after(step, first, total) {
             return Ok(());
         }

@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 /// The modules of the library, each of which imports from those before it. The commands are a
 /// crate of their own above it.
 const ORDER: [&str; 13] = [
-    "error", "machine", "config", "folder", "world", "network", "data", "plan", "fit", "stage",
+    "error", "machine", "config", "folder", "world", "network", "data", "plan", "memory", "stage",
     "trainer", "metrics", "costs",
 ];
 

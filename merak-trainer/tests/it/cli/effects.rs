@@ -312,7 +312,7 @@ const ROWS: &[(&str, Shown)] = &[
     ("compute.backend", Run("tests/it/tch.rs", "all_stages_and_topologies_train_like_one_rank_for_thirty_steps_in_16_bits")),
     ("compute.device", Run("tests/it/tch/state.rs", "state_and_masters_of_a_device_train_in_host_memory_like_beside_the_weights")),
     ("compute.threads_per_rank", Run("src/world.rs", "a_process_that_is_bound_to_cores_has_them_for_itself")),
-    ("compute.units", Run("src/trainer/notes.rs", "bf16_without_units_is_said_to_save_what_it_saves")),
+    ("compute.units", Run("src/trainer/warnings.rs", "bf16_without_units_is_said_to_save_what_it_saves")),
     ("autopipe.micro_batches", Built(SEARCH, SEARCHED, "1")),
     ("autopipe.comm_cost", Built(SEARCH, SEARCHED, "1000")),
     ("autopipe.memory_limit", Run("tests/it/costs.rs", "a_limit_of_memory_moves_the_stages_or_says_what_would_do")),

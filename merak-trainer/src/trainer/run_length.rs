@@ -1,17 +1,17 @@
-//! What the data decide about a run, before anything runs.
+//! The length of a run, which follows from its arguments and data before anything runs.
 
 use super::{TrainerParts, evaluation};
 use crate::{
     config::CheckedArguments,
-    data::{BatchShape, Dataset, IGNORED_LABEL, TrainingOrder, has_labels},
-    error::{ConfigError, DataError, Error, NO_LENGTH, Result},
+    data::{BatchShape, Dataset, TrainingOrder},
+    error::{ConfigError, Error, NO_LENGTH, Result},
 };
 use merak_zero::LrSchedule;
 use std::sync::Arc;
 
-/// What the data decide about a run.
+/// The steps of a whole run, with the data and the learning rate of each.
 #[derive(Debug)]
-pub(super) struct Course {
+pub(super) struct RunLength {
     /// The order of training; `None` without training data.
     pub(super) order: Option<TrainingOrder>,
     /// Steps that the whole run makes.
@@ -20,8 +20,8 @@ pub(super) struct Course {
     pub(super) schedule: LrSchedule,
 }
 
-impl Course {
-    /// Derives it from the arguments and the data.
+impl RunLength {
+    /// The length that the arguments and the data give.
     ///
     /// # Errors
     /// When the data are too few.
@@ -66,51 +66,6 @@ impl Course {
             schedule: args.lr_schedule(total_steps)?,
         })
     }
-}
-
-/// Samples of a stream that are looked through for a label.
-const CHECKED_SAMPLES: usize = 1024;
-
-/// Refuses data of which nothing can be learned: no sample has a label.
-///
-/// # Errors
-/// [`DataError::NoLabels`], or when a sample cannot be read.
-pub(super) fn check_labels(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
-    if let Some(data) = &parts.train_data {
-        let samples = data.len().min(if data.is_stream() {
-            CHECKED_SAMPLES
-        } else {
-            usize::MAX
-        });
-        check_part(args, "training", &**data, samples)?;
-    }
-    if let Some(data) = &parts.eval_data {
-        let samples = evaluation::order(args, data.len())?.samples();
-        check_part(args, "evaluation", &**data, samples)?;
-    }
-    Ok(())
-}
-
-fn check_part(
-    args: &CheckedArguments,
-    part: &'static str,
-    data: &dyn Dataset,
-    samples: usize,
-) -> Result<()> {
-    if has_labels(data, samples)? {
-        return Ok(());
-    }
-    Err(Error::Data(DataError::NoLabels {
-        part,
-        samples,
-        ignored: IGNORED_LABEL,
-        path: args
-            .data
-            .path
-            .as_ref()
-            .filter(|paths| paths.count() == 1)
-            .map(|paths| paths.first().to_path_buf()),
-    }))
 }
 
 /// How the arguments cut a global batch.

@@ -1,4 +1,4 @@
-//! Whether a run fits into this machine, told before anything is allocated.
+//! The memory that a run needs, and whether this machine has it, told before anything is allocated.
 
 mod threads;
 

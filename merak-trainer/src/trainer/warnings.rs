@@ -1,4 +1,4 @@
-//! What a run is told at its start of choices that cost more than they give.
+//! Warnings at the start of a run, of arguments that cost more than they give.
 
 use crate::{
     config::CheckedArguments,
@@ -8,7 +8,7 @@ use merak_partition::{ParamBytes, ParamSums};
 use merak_trace::{Overlap, Units, backend::candle::Products};
 use merak_zero::ZeroConfig;
 
-/// Warns of what the arguments ask for without a use, on the first rank.
+/// Warns of what the arguments ask for in vain; for the first rank.
 pub(super) fn warn(args: &CheckedArguments) {
     let (zero_stage, pp) = (u8::from(args.zero_stage), args.pp);
     let gradient_ranks = kept_bytes(args, args.replicas()).gradient.ranks;
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
     use crate::config::Config;
 
-    fn note(keys: &str) -> String {
+    fn warning(keys: &str) -> String {
         let line: Vec<_> = keys.split(' ').map(|key| format!("--{key}")).collect();
         let args = Config::load(None, [], &line).unwrap().check().unwrap();
         without_units(&args)
@@ -107,7 +107,7 @@ mod tests {
             "bf16 zero_stage=3",
             "bf16 zero_stage=0 dp=4",
         ] {
-            assert_eq!(note(keys), whole);
+            assert_eq!(warning(keys), whole);
         }
         let cases = [
             ("bf16 dp=2", "saves no time,", "12 bytes", "f32 12"),
@@ -132,14 +132,14 @@ mod tests {
             ),
         ];
         for (keys, saved, narrow, wide) in cases {
-            let text = note(keys);
+            let text = warning(keys);
             let has = |part: &str| text.contains(part);
             assert!(
                 has(saved) && has(narrow) && text.ends_with(wide),
                 "{keys}: {text}"
             );
         }
-        let amp = note("bf16 half_precision_backend=amp");
+        let amp = warning("bf16 half_precision_backend=amp");
         assert!(amp.ends_with("neither time nor memory"), "{amp}");
     }
 }

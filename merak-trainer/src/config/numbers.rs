@@ -1,211 +1,13 @@
-//! Keys whose values have a shape of their own.
+//! Numbers that may also be a word, a list or a table.
 
-use std::{
-    collections::BTreeMap,
-    ffi::OsStr,
-    num::NonZeroUsize,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, num::NonZeroUsize};
 
-use merak_ckpt::{ADAPTER_NAMES, EarlyStopping, is_adapter_name};
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 
 use super::{
     range::Range,
-    setting::{Refusal, Setting, absolute, whole},
-    strict,
+    setting::{Refusal, Setting},
 };
-
-/// Name of an adapter, which becomes part of the names of tensors and of a folder.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AdapterName(pub String);
-
-impl Setting for AdapterName {
-    fn expected(_: Range) -> String {
-        ADAPTER_NAMES.into()
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
-    }
-
-    fn from_text(text: &str) -> Result<Self, Refusal> {
-        let name = Some(text).filter(|text| is_adapter_name(text));
-        name.map(|name| Self(name.into())).ok_or(Refusal::Type)
-    }
-
-    fn to_value(&self) -> Value {
-        Value::from(self.0.as_str())
-    }
-}
-
-/// Name of a metric of evaluations, which begins with `eval_`; that beginning may be left out where
-/// it is given.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MetricName(pub String);
-
-impl MetricName {
-    /// What the names of evaluations' metrics begin with.
-    pub(crate) const PREFIX: &str = "eval_";
-
-    /// Whether more of it is better: not of a loss, whose name ends in `loss`, and not of its
-    /// exponential.
-    pub(crate) fn greater_is_better(&self) -> bool {
-        !["loss", "perplexity"]
-            .iter()
-            .any(|end| self.0.ends_with(end))
-    }
-}
-
-impl Setting for MetricName {
-    fn expected(_: Range) -> String {
-        "the name of a metric, such as eval_loss".into()
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
-    }
-
-    fn from_text(text: &str) -> Result<Self, Refusal> {
-        let name = text.strip_prefix(Self::PREFIX).unwrap_or(text);
-        let is_name = !name.is_empty() && !name.contains(char::is_whitespace);
-        let full = || Self(format!("{}{name}", Self::PREFIX));
-        is_name.then(full).ok_or(Refusal::Type)
-    }
-
-    fn to_value(&self) -> Value {
-        Value::from(self.0.as_str())
-    }
-}
-
-/// How text becomes token ids.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum TokenizerSource {
-    /// One token per byte, and one that ends a document.
-    Bytes,
-    /// A Hugging Face `tokenizer.json`; a file names it relative to itself.
-    File(PathBuf),
-    /// Byte-level BPE of at most this number of tokens, trained on the data.
-    TrainBpe(usize),
-}
-
-impl TokenizerSource {
-    /// The entry of a tokenizer that is to be trained.
-    const TRAIN_BPE: &'static str = "train_bpe";
-
-    /// Least tokens of byte-level BPE: the bytes and the end of a document.
-    const LEAST_TOKENS: usize = 257;
-
-    /// Most tokens that are trained: four times the largest vocabularies in use.
-    const MOST_TOKENS: usize = 1 << 20;
-
-    /// A tokenizer that is to be trained, from its table.
-    fn from_table(table: &Map<String, Value>) -> Result<Self, Refusal> {
-        if let Some(unknown) = table.keys().find(|name| *name != Self::TRAIN_BPE) {
-            return Err(super::choice::refuse(
-                unknown,
-                [Self::TRAIN_BPE].into_iter(),
-                &[],
-            ));
-        }
-        let found = table.get(Self::TRAIN_BPE).ok_or(Refusal::Type)?;
-        let tokens = whole(found).and_then(|tokens| usize::try_from(tokens).ok());
-        let range = Self::LEAST_TOKENS..=Self::MOST_TOKENS;
-        tokens
-            .filter(|tokens| range.contains(tokens))
-            .map(Self::TrainBpe)
-            .ok_or_else(|| Refusal::Entry {
-                name: Self::TRAIN_BPE,
-                expected: format!("an integer from {} to {}", range.start(), range.end()),
-                found: found.clone(),
-            })
-    }
-}
-
-impl Setting for TokenizerSource {
-    fn expected(_: Range) -> String {
-        r#""bytes", the path of a tokenizer.json, or a table such as { train_bpe = 8192 }, outside of a file {"train_bpe":8192}"#.into()
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        match value {
-            Value::String(text) => Self::from_text(text),
-            Value::Object(table) => Self::from_table(table),
-            _ => Err(Refusal::Type),
-        }
-    }
-
-    fn from_text(text: &str) -> Result<Self, Refusal> {
-        match text {
-            "bytes" => Ok(Self::Bytes),
-            "" => Err(Refusal::Type),
-            table if table.starts_with('{') => Self::from_value(&strict::parse_text(table)?),
-            path => Ok(Self::File(path.into())),
-        }
-    }
-
-    fn to_value(&self) -> Value {
-        match self {
-            Self::Bytes => Value::from("bytes"),
-            Self::File(path) => path.to_value(),
-            Self::TrainBpe(tokens) => json!({ Self::TRAIN_BPE: tokens }),
-        }
-    }
-
-    fn rebase(&mut self, base: &Path) {
-        if let Self::File(path) = self {
-            *path = absolute(base, path);
-        }
-    }
-}
-
-/// Which chat template makes prompts.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum TemplateSource {
-    /// A file with one; a configuration file names it relative to itself.
-    File(PathBuf),
-    /// The template of this name beside the tokenizer.
-    Name(String),
-}
-
-impl Setting for TemplateSource {
-    fn expected(_: Range) -> String {
-        "a path, a name".into()
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
-    }
-
-    fn from_text(text: &str) -> Result<Self, Refusal> {
-        // A path with folders is no name.
-        let is_name = Path::new(text).file_name() == Some(OsStr::new(text));
-        Ok(if is_name {
-            Self::Name(text.to_owned())
-        } else {
-            Self::File(text.into())
-        })
-    }
-
-    fn to_value(&self) -> Value {
-        match self {
-            Self::File(path) => path.to_value(),
-            Self::Name(name) => name.to_value(),
-        }
-    }
-
-    /// A name is that of a file where there is one.
-    fn rebase(&mut self, base: &Path) {
-        let (is_file, path) = match self {
-            Self::File(path) => (true, absolute(base, path)),
-            Self::Name(name) => (false, absolute(base, Path::new(name.as_str()))),
-        };
-        if is_file || path.is_file() {
-            *self = Self::File(path);
-        }
-    }
-}
 
 /// Divisor of the logits before a token is drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -266,40 +68,6 @@ impl Setting for TokenIds {
         match self.0.as_slice() {
             [token] => Value::from(*token),
             tokens => Value::from(tokens),
-        }
-    }
-}
-
-/// When a beam search ends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct EarlyStop(pub EarlyStopping);
-
-impl Setting for EarlyStop {
-    fn expected(_: Range) -> String {
-        r#"true, false or "never""#.into()
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        match value {
-            Value::Bool(true) => Ok(Self(EarlyStopping::Yes)),
-            Value::Bool(false) => Ok(Self(EarlyStopping::No)),
-            Value::String(text) => Self::from_text(text),
-            _ => Err(Refusal::Type),
-        }
-    }
-
-    fn from_text(text: &str) -> Result<Self, Refusal> {
-        match text {
-            "never" => Ok(Self(EarlyStopping::Never)),
-            flag => Self::from_value(&Value::Bool(bool::from_text(flag)?)),
-        }
-    }
-
-    fn to_value(&self) -> Value {
-        match self.0 {
-            EarlyStopping::No => Value::Bool(false),
-            EarlyStopping::Yes => Value::Bool(true),
-            EarlyStopping::Never => Value::from("never"),
         }
     }
 }
@@ -525,6 +293,7 @@ impl Setting for LrScales {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn the_longest_part_of_a_name_gives_the_learning_rate() {
@@ -591,52 +360,5 @@ mod tests {
             let length = SeqLength::from_text(text).unwrap();
             assert_eq!(SeqLength::from_value(&length.to_value()), Ok(length));
         }
-    }
-
-    #[test]
-    fn a_template_is_a_file_where_there_is_one_and_else_a_name_unless_it_has_folders() {
-        let folder = tempfile::tempdir().unwrap();
-        let at = |name: &str| folder.path().join(name);
-        std::fs::write(at("chat.jinja"), "").unwrap();
-        std::fs::create_dir(at("rag")).unwrap();
-        let of = |text: &str| {
-            let mut source = TemplateSource::from_text(text).unwrap();
-            source.rebase(folder.path());
-            assert_eq!(
-                TemplateSource::from_value(&source.to_value()),
-                Ok(source.clone())
-            );
-            source
-        };
-        assert_eq!(of("chat.jinja"), TemplateSource::File(at("chat.jinja")));
-        for name in ["default", "rag"] {
-            assert_eq!(of(name), TemplateSource::Name(name.to_owned()));
-        }
-        for path in ["templates/default", "rag/"] {
-            assert_eq!(of(path), TemplateSource::File(at(path)));
-        }
-        assert_eq!(of("./default"), TemplateSource::File(at("default")));
-    }
-
-    #[test]
-    fn a_tokenizer_to_train_has_a_size() {
-        let train = json!({"train_bpe": 4096});
-        for read in [
-            TokenizerSource::from_value(&train),
-            TokenizerSource::from_text(r#"{"train_bpe": 4096}"#),
-        ] {
-            assert_eq!(read, Ok(TokenizerSource::TrainBpe(4096)));
-        }
-        assert_eq!(TokenizerSource::TrainBpe(4096).to_value(), train);
-        for wrong in [json!(256), json!(2_000_000), json!("many"), json!(300.5)] {
-            let refused = TokenizerSource::from_value(&json!({"train_bpe": wrong}));
-            assert!(matches!(refused, Err(Refusal::Entry { .. })), "{refused:?}");
-        }
-        let unknown = TokenizerSource::from_value(&json!({"train_bpes": 4096}));
-        assert!(
-            matches!(unknown, Err(Refusal::Choice { .. })),
-            "{unknown:?}"
-        );
-        assert_eq!(TokenizerSource::from_value(&json!({})), Err(Refusal::Type));
     }
 }

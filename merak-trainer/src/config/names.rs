@@ -1,0 +1,71 @@
+//! Names that a run gives: of its adapter, and of a metric.
+
+use merak_ckpt::{ADAPTER_NAMES, is_adapter_name};
+use serde_json::Value;
+
+use super::{
+    range::Range,
+    setting::{Refusal, Setting},
+};
+
+/// Name of an adapter, which becomes part of the names of tensors and of a folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AdapterName(pub String);
+
+impl Setting for AdapterName {
+    fn expected(_: Range) -> String {
+        ADAPTER_NAMES.into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        let name = Some(text).filter(|text| is_adapter_name(text));
+        name.map(|name| Self(name.into())).ok_or(Refusal::Type)
+    }
+
+    fn to_value(&self) -> Value {
+        Value::from(self.0.as_str())
+    }
+}
+
+/// Name of a metric of evaluations, which begins with `eval_`; that beginning may be left out where
+/// it is given.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MetricName(pub String);
+
+impl MetricName {
+    /// What the names of evaluations' metrics begin with.
+    pub(crate) const PREFIX: &str = "eval_";
+
+    /// Whether more of it is better: not of a loss, whose name ends in `loss`, and not of its
+    /// exponential.
+    pub(crate) fn greater_is_better(&self) -> bool {
+        !["loss", "perplexity"]
+            .iter()
+            .any(|end| self.0.ends_with(end))
+    }
+}
+
+impl Setting for MetricName {
+    fn expected(_: Range) -> String {
+        "the name of a metric, such as eval_loss".into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        let name = text.strip_prefix(Self::PREFIX).unwrap_or(text);
+        let is_name = !name.is_empty() && !name.contains(char::is_whitespace);
+        let full = || Self(format!("{}{name}", Self::PREFIX));
+        is_name.then(full).ok_or(Refusal::Type)
+    }
+
+    fn to_value(&self) -> Value {
+        Value::from(self.0.as_str())
+    }
+}
