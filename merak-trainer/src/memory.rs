@@ -1,17 +1,20 @@
 //! The memory that a run needs, and whether this machine has it, told before anything is allocated.
 
+mod shortage;
 mod threads;
+
+pub use shortage::{MemoryShortage, Room};
+pub(crate) use shortage::{Shortage, shortage_beside_threads};
 
 use crate::{
     config::CheckedArguments,
-    error::{Error, Result},
-    machine::{free_addresses, memory_bytes, product_addresses},
+    error::Result,
     plan::{Forward, ParamGroups, Plan, kept_bytes, param_bytes, value_width},
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::{ForwardBytes, cached_bytes, forward_bytes};
-use std::{fmt, iter};
-use threads::{mapped_bytes, touched_bytes};
+use std::fmt;
+use threads::touched_bytes;
 
 /// The most buckets of divided weights that a rank has at once (`stage/gathered.rs`): that of a
 /// read, that of the node's operand before it, one that is read again soon, and the next one under
@@ -162,24 +165,6 @@ impl fmt::Display for RunMemory {
     }
 }
 
-/// Why a run does not fit.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "the run needs at least {} of {what}, but this process may use {}: {needed}; choose {advice}",
-    Bytes(needed.total()), Bytes(*available)
-)]
-pub struct MemoryShortage {
-    /// What it needs; of threads their whole stacks where addresses are short, otherwise the
-    /// touched part.
-    pub needed: RunMemory,
-    /// The resource that is short: `memory`, or `addresses` under a limit of the process.
-    pub what: &'static str,
-    /// Bytes that the process may use.
-    pub available: u64,
-    /// A choice that would need less.
-    pub advice: &'static str,
-}
-
 /// The fewest tokens with which a sequence starts generation.
 const FIRST_TOKENS: usize = 1;
 
@@ -288,27 +273,6 @@ impl Plan {
         Ok(trained.map(|param| param.local.size_bytes()).sum())
     }
 
-    /// Refuses a run whose ranks, all in this process, need more memory than this machine has.
-    ///
-    /// # Errors
-    /// [`Error::Memory`] with the figures.
-    pub fn check_memory(&self, args: &CheckedArguments, workloads: &[Workload]) -> Result<()> {
-        self.check_memory_beside(args, workloads, 0)
-    }
-
-    /// As [`Plan::check_memory`], beside `data` bytes of data that are held in memory.
-    ///
-    /// # Errors
-    /// As [`Plan::check_memory`].
-    pub fn check_memory_beside(
-        &self,
-        args: &CheckedArguments,
-        workloads: &[Workload],
-        data: u64,
-    ) -> Result<()> {
-        self.check_memory_in(args, workloads, data, Room::of_process())
-    }
-
     /// The least memory of all ranks on this host, beside `data` bytes of data that are held in
     /// memory.
     ///
@@ -322,41 +286,6 @@ impl Plan {
     ) -> Result<RunMemory> {
         let (ranks, touched) = (self.memory(args, workloads)?, touched_bytes(args));
         Ok(of_ranks(&ranks, args, touched, data))
-    }
-
-    /// As [`Plan::check_memory_beside`], in the room that there was once the data were read: the
-    /// run takes what an earlier use of the process has left reserved.
-    ///
-    /// # Errors
-    /// As [`Plan::check_memory`].
-    pub fn check_memory_in(
-        &self,
-        args: &CheckedArguments,
-        workloads: &[Workload],
-        data: u64,
-        room: Room,
-    ) -> Result<()> {
-        let ranks = self.memory(args, workloads)?;
-        let in_memory = of_ranks(&ranks, args, touched_bytes(args), data);
-        let values = of_ranks(&ranks, args, 0, 0);
-        let reserved = room.products.map(|products| {
-            let threads = mapped_bytes(args, values.total(), products);
-            let needed = of_ranks(&ranks, args, threads, data);
-            (needed, ADDRESSES, room.addresses.saturating_add(data))
-        });
-        let needs = iter::once((in_memory, MEMORY, room.memory)).chain(reserved);
-        let mut shortages = needs.filter(|(needed, _, available)| needed.total() > *available);
-        let Some((needed, what, available)) = shortages.next() else {
-            return Ok(());
-        };
-        let largest = ranks.iter().max_by_key(|need| need.activations);
-        let advice = needed.advice(largest.and_then(|need| need.largest));
-        Err(Error::Memory(Box::new(MemoryShortage {
-            needed,
-            what,
-            available,
-            advice,
-        })))
     }
 }
 
@@ -387,75 +316,19 @@ fn of_ranks(
     }
 }
 
-/// Names of the resource that is short.
-const MEMORY: &str = "memory";
-const ADDRESSES: &str = "addresses (RLIMIT_AS, `ulimit -v`)";
-
-/// What the ranks would need to do something else than to train, of a resource that is short.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Shortage {
-    /// Bytes that they need.
-    pub(crate) needed: u64,
-    /// The resource, for people.
-    pub(crate) what: &'static str,
-    /// Bytes that this process may use.
-    pub(crate) available: u64,
-}
-
-/// What this process lacks where it may not use `bytes` bytes of values beside the threads of its
-/// ranks.
-pub(crate) fn shortage_beside_threads(args: &CheckedArguments, bytes: u64) -> Option<Shortage> {
-    let room = Room::of_process();
-    let reserved = room.products.map(|products| {
-        let threads = mapped_bytes(args, bytes, products);
-        (threads, ADDRESSES, room.addresses)
-    });
-    let needs = iter::once((touched_bytes(args), MEMORY, room.memory)).chain(reserved);
-    let mut shortages = needs.map(|(beside, what, available)| Shortage {
-        needed: bytes.saturating_add(beside),
-        what,
-        available,
-    });
-    shortages.find(|shortage| shortage.needed > shortage.available)
-}
-
-/// The memory that this process may use.
-#[derive(Debug, Clone, Copy)]
-pub struct Room {
-    /// Bytes that it may fill.
-    memory: u64,
-    /// Bytes that it may reserve.
-    addresses: u64,
-    /// Least and most bytes that a thread reserves for products.
-    products: [u64; 2],
-}
-
-impl Room {
-    /// The room at this moment.
-    pub fn of_process() -> Self {
-        Self {
-            memory: memory_bytes(),
-            addresses: free_addresses(),
-            products: product_addresses(),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{
         config::{BackendChoice, Config, HalfPrecision, Host},
-        error::PlanError,
+        error::{Error, PlanError},
         plan::PlanInputs,
     };
     use merak_mpu::ChosenEngine;
     use serde_json::json;
-    use threads::{
-        GAPS, GUARD_BYTES, HEAP_BYTES, OTHER_THREADS, PAIR_BYTES, PROCESS_BYTES, STACK_BYTES,
-    };
+    use threads::mapped_bytes;
 
-    fn plan(keys: &[&str]) -> (Plan, CheckedArguments) {
+    pub(super) fn plan(keys: &[&str]) -> (Plan, CheckedArguments) {
         let args = arguments(keys);
         (planned(&args).unwrap(), args)
     }
@@ -471,14 +344,6 @@ mod tests {
             "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2 }));
         let inputs = PlanInputs::read(model.unwrap().into(), args)?;
         Plan::new(&inputs, args)
-    }
-
-    fn room(memory: u64, addresses: u64) -> Room {
-        Room {
-            memory,
-            addresses,
-            products: [4 << 20, 8 << 20],
-        }
     }
 
     #[test]
@@ -586,62 +451,6 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_fit_is_refused_with_the_figures() {
-        let (plan, args) = plan(&["dp=2", "per_device_train_batch_size=640"]);
-        let check = |memory| {
-            let room = room(memory, u64::MAX);
-            plan.check_memory_in(&args, &[Workload::Training], 0, room)
-        };
-        assert!(check(1 << 40).is_ok());
-        let text = check(1 << 20).unwrap_err().to_string();
-        let (start, middle, end) = (
-            "the run needs at least ",
-            " of memory, but this process may use 1.00 MiB: of all ranks (2) weights take ",
-            "; choose a smaller \"per_device_train_batch_size\" or \"seq_length\"",
-        );
-        assert!(text.starts_with(start) && text.contains(middle), "{text}");
-        assert!(text.ends_with(end), "{text}");
-        assert!(crate::machine::available_bytes() > 1 << 20);
-    }
-
-    #[test]
-    fn threads_and_data_need_room_too() {
-        let (plan, args) = plan(&[
-            "dp=4",
-            "dataloader_num_workers=3",
-            "compute.threads_per_rank=1",
-        ]);
-        let check = |data, memory, addresses| {
-            plan.check_memory_in(&args, &[Workload::Training], data, room(memory, addresses))
-        };
-        let enough = 1 << 30;
-        check(0, enough, enough).unwrap();
-        check(enough, enough, enough).unwrap_err();
-        // Four stacks of 8 MiB, three of 2 MiB beside each, the memory of products, and 384 KiB
-        // beside the tensors; a helper's stack and three of other threads; and what lies around
-        // stacks and in the heap.
-        let stacks = (115 << 19) + 4 * (4 << 20) + (8 << 20) + OTHER_THREADS * STACK_BYTES;
-        let guards = (4 * 4 + 1 + OTHER_THREADS) * GUARD_BYTES;
-        let values = plan.run_memory(&args, &[Workload::Training], 0).unwrap();
-        let values = values.total() - values.threads;
-        let heap = 4 * HEAP_BYTES + PROCESS_BYTES + values / GAPS;
-        let threads = stacks + guards + heap + 4 * 4 * PAIR_BYTES;
-        let text = check(0, enough, 50 << 20).unwrap_err().to_string();
-        let figures = [
-            " of addresses (RLIMIT_AS, `ulimit -v`), but ".to_owned(),
-            format!(" threads and programs {}, the data 0 B", Bytes(threads)),
-        ];
-        assert!(figures.iter().all(|part| text.contains(part)), "{text}");
-        let text = check(enough, 100 << 20, enough).unwrap_err().to_string();
-        let figures = [
-            " of memory, but ",
-            " threads and programs 2.50 MiB, the data 1.00 GiB",
-        ];
-        assert!(figures.iter().all(|part| text.contains(part)), "{text}");
-        assert!(text.ends_with("; choose less data"), "{text}");
-    }
-
-    #[test]
     fn memory_that_processes_share_is_counted_once_and_its_addresses_in_both() {
         let (plan, args) = plan(&["dp=4", "per_device_train_batch_size=1"]);
         let threads = |engine, shared_bytes| {
@@ -665,27 +474,6 @@ mod tests {
                 [alone[0] + shared, alone[1] + maps * shared]
             );
         }
-    }
-
-    #[test]
-    fn too_many_ranks_for_a_machine_are_refused() {
-        let check = |dp: &str| {
-            let keys = [
-                dp,
-                "compute.threads_per_rank=1",
-                "per_device_train_batch_size=1",
-            ];
-            let (plan, args) = plan(&keys);
-            let room = room(200 << 20, u64::MAX);
-            plan.check_memory_in(&args, &[Workload::Training], 0, room)
-        };
-        check("dp=100").unwrap();
-        let text = check("dp=1000").unwrap_err().to_string();
-        assert!(text.contains(": of all ranks (1000) "), "{text}");
-        assert!(
-            text.ends_with("; choose fewer ranks on this machine"),
-            "{text}"
-        );
     }
 
     #[test]
