@@ -1,5 +1,6 @@
 //! One rank's trainer: the loop, evaluation, checkpoints and generation.
 
+mod adapter;
 mod base;
 mod best;
 mod callback;
@@ -9,10 +10,12 @@ mod early_stopping;
 mod evaluation;
 mod generation;
 mod labels;
+mod loading;
 mod prediction;
 mod progress;
 mod resume;
 mod run_length;
+mod run_state;
 mod saving;
 mod shards;
 mod step;
@@ -27,11 +30,11 @@ use self::{
 };
 pub use best::BestModel;
 pub use callback::{Callback, Stop, TrainerControl};
-pub use checkpoint::LoadedCheckpoint;
 pub use divergence::{Divergence, Rollback};
 pub use early_stopping::EarlyStopping;
 pub use evaluation::EvaluationMetrics;
 pub use generation::StopStrings;
+pub use loading::LoadedCheckpoint;
 pub use prediction::{ComputeMetrics, PredictionKind, PredictionOutput};
 pub use progress::{Instruction, Lap, StepRecord};
 pub use step::StepReport;

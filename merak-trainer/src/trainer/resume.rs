@@ -9,7 +9,7 @@ pub(super) use check::check;
 pub(super) use fresh::{Fresh, stored_name};
 pub(super) use warn::{warn_of_checkpoint, warn_of_seeds};
 
-use super::{TrainerParts, checkpoint::LoadedCheckpoint};
+use super::{LoadedCheckpoint, TrainerParts};
 use crate::{
     config::CheckedArguments,
     error::{Error, Result, ResumeError, chain},

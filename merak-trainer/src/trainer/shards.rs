@@ -3,8 +3,8 @@
 use super::MerakTrainer;
 use crate::{error::Result, stage::ParamMemory};
 use merak_ckpt::{
-    Checkpoint, Cut, DType, Draft, Kind, Layout, Look, OwnedPiece, PendingShard, Piece, Shard,
-    ShardKind, Staging,
+    Checkpoint, Cut, DType, Draft, Kind, Layout, Look, OwnedPiece, Part, PendingShard, Piece,
+    Region, Shard, ShardKind, Staging,
 };
 use merak_trace::{Axis, Param};
 use merak_zero::OwnedState;
@@ -163,6 +163,21 @@ impl MerakTrainer {
             })
         };
         self.stages.table.iter().map(noted).collect()
+    }
+
+    /// How this rank's slice of a parameter lies in the whole.
+    pub(super) fn layout(&self, param: &Param) -> Result<Layout> {
+        let place = self.stages.mpu.coord();
+        let boxes = param.placements.local_boxes(&param.full, place).into_iter();
+        let parts = boxes.map(|piece| Part {
+            region: Region {
+                offset: piece.offset,
+                size: piece.size,
+            },
+            local_offset: piece.local,
+        });
+        let (full, local) = (&param.full.shape, &param.local.shape);
+        Ok(Layout::new(full, local, parts.collect())?)
     }
 
     fn is_first_replica(&self) -> bool {

@@ -1,7 +1,7 @@
 //! Whether a checkpoint fits a run: its model, its adapter, its optimizer, its place in the data.
 
 use super::{
-    super::{TrainerParts, checkpoint::RunState},
+    super::{TrainerParts, run_state::RunState},
     fresh::{Fresh, lacks_adapter, stored_name},
     rule_name,
 };

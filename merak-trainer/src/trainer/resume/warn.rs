@@ -1,7 +1,7 @@
 //! Warnings of what a run that goes on has otherwise than the run that saved its checkpoint.
 
 use super::{
-    super::{TrainerParts, checkpoint::RunState},
+    super::{TrainerParts, run_state::RunState},
     check::other_length,
     fresh::Fresh,
 };
