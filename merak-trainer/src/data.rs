@@ -28,6 +28,7 @@
 //! # Ok::<(), merak_trainer::Error>(())
 //! ```
 
+mod batch;
 mod bigram;
 mod bpe;
 mod chat;
@@ -55,6 +56,7 @@ mod pieces;
 mod plain;
 mod records;
 mod rng;
+mod sample_tensor;
 mod samples;
 mod source;
 mod spans;
@@ -72,15 +74,13 @@ mod tokens;
 mod translation;
 
 pub use self::{
+    batch::{Batch, Collation, Collator, collate},
     bigram::bigram_loss,
     chat::{AnsweredTokens, ChatDataset, ChatPrompts},
     classes::{ClassDataset, LabelledText},
     corpus::Corpus,
     crates::CrateSources,
-    dataset::{
-        Batch, Collation, Collator, Dataset, IGNORED_LABEL, LABELS, Names, Sample, SampleTensor,
-        Subset, collate,
-    },
+    dataset::{Dataset, IGNORED_LABEL, LABELS, Names, Sample, Subset},
     evaluation::EvaluationOrder,
     fingerprint::{DataFingerprint, TokenizerFingerprint},
     inputs::{ModelInput, ModelInputs},
@@ -90,6 +90,7 @@ pub use self::{
     mixture::MixtureDataset,
     order::{BatchShape, DataPosition, Microbatch, TrainingOrder},
     permutation::Permutation,
+    sample_tensor::SampleTensor,
     source::{DataTokens, Datasets, Source},
     spans::{Corruption, SpanCounts, SpanDataset, SpanTokens},
     store::{TokenStore, Tokens},

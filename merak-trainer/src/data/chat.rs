@@ -11,9 +11,10 @@ use std::ops::Range;
 use serde_json::{Map, Value};
 
 use super::{
-    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
+    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample},
     packed::{DOCUMENT_IDS, sequences},
     records::Record,
+    sample_tensor::SampleTensor,
     tokenizer::Tokenizer,
     translation::{filled, mask},
 };

@@ -1,8 +1,9 @@
 //! Texts with a class each.
 
 use super::{
-    dataset::{Dataset, LABELS, Sample, SampleTensor},
+    dataset::{Dataset, LABELS, Sample},
     inputs::ATTENTION_MASK,
+    sample_tensor::SampleTensor,
     tokenizer::Encoded,
     translation::{filled, mask},
 };

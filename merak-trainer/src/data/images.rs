@@ -10,11 +10,12 @@ use merak_ckpt::words::file;
 use merak_mpu::names::nearest;
 
 use super::{
-    dataset::{Dataset, LABELS, Names, Sample, SampleTensor},
+    dataset::{Dataset, LABELS, Names, Sample},
     image_processor::Normalization,
     input::Input,
     inputs::ModelInputs,
     rng::hash,
+    sample_tensor::SampleTensor,
     text::files_of,
 };
 use crate::error::{DataError, Error, Result};

@@ -8,8 +8,10 @@ use merak_trace::{
 };
 
 use super::{
-    dataset::{Batch, IGNORED_LABEL, Sample, SampleTensor},
+    batch::Batch,
+    dataset::{IGNORED_LABEL, Sample},
     order::Microbatch,
+    sample_tensor::SampleTensor,
 };
 use crate::{
     config::SeqLength,

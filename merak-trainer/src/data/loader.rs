@@ -10,7 +10,8 @@ use std::{
 };
 
 use super::{
-    dataset::{Batch, Collation, Dataset},
+    batch::{Batch, Collation},
+    dataset::Dataset,
     order::Microbatch,
 };
 use crate::error::{DataError, Error, Result, no_thread};

@@ -1,8 +1,9 @@
 //! Masked language modelling over a stream of tokens.
 
 use super::{
-    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
+    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample},
     rng::{below, hash, unit},
+    sample_tensor::SampleTensor,
     store::Tokens,
 };
 use crate::error::{DataError, Error, Result};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::dataset::SampleTensor;
+use super::sample_tensor::SampleTensor;
 
 /// The name of the tensor with the document of each token: a run of equal numbers is one.
 pub(crate) const DOCUMENT_IDS: &str = "document_ids";

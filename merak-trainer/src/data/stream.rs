@@ -225,7 +225,7 @@ mod tests {
         sync::atomic::{AtomicUsize, Ordering},
     };
 
-    use super::{super::dataset::SampleTensor, *};
+    use super::{super::sample_tensor::SampleTensor, *};
 
     /// Counts from 0 in each pass; counts the reads.
     #[derive(Debug, Default)]

@@ -11,8 +11,8 @@ use half::{bf16, f16};
 use merak_ckpt::{DType, StoredTensor, stored_tensors};
 
 use super::{
-    dataset::SampleTensor,
     input::Input,
+    sample_tensor::SampleTensor,
     text::{self, Candidate},
 };
 use crate::error::{DataError, Error, Result};

@@ -4,9 +4,10 @@ use merak_ckpt::DType;
 use merak_trace::models::Objective;
 
 use super::{
-    dataset::{Dataset, IGNORED_LABEL, LABELS, Names, Sample, SampleTensor},
+    dataset::{Dataset, IGNORED_LABEL, LABELS, Names, Sample},
     inputs::{ATTENTION_MASK, ModelInput, ModelInputs},
     packed::DOCUMENT_IDS,
+    sample_tensor::SampleTensor,
     tensor_files::TensorFiles,
     translation::moved_right,
 };

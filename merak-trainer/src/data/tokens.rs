@@ -1,8 +1,9 @@
 //! A stream of tokens as a data set for causal language models.
 
 use super::{
-    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
+    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample},
     packed::{DOCUMENT_IDS, documents_of},
+    sample_tensor::SampleTensor,
     store::Tokens,
 };
 use crate::error::{DataError, Error, Result};

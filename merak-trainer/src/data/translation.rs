@@ -1,8 +1,9 @@
 //! Samples of encoder-decoders: pairs of sequences.
 
 use super::{
-    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
+    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample},
     inputs::ATTENTION_MASK,
+    sample_tensor::SampleTensor,
 };
 use crate::error::Result;
 
