@@ -17,6 +17,7 @@
 //! lies elsewhere, and the new one stays until it is a week old.
 
 mod cache;
+mod conditions;
 mod first_steps;
 mod measure;
 mod profile;

@@ -3,6 +3,7 @@
 use super::{
     AGREEMENT, CostCache, Doubt, Measurement,
     cache::{self, Profiles},
+    conditions::conditions,
     measure, pipeline_cores,
 };
 use crate::{
@@ -92,7 +93,7 @@ impl Profile {
         let mut known = Profiles::new();
         let found = world.share(|| {
             known = cache.map_or_else(Profiles::new, |cache| cache::read(&cache.file));
-            let profiles = known.entry(measure::conditions(args)).or_default();
+            let profiles = known.entry(conditions(args)).or_default();
             let found = profiles.iter().rposition(|found| found.covers(&programs));
             Ok(found.map(|at| Self {
                 cores: pipeline_cores(args),
@@ -122,7 +123,7 @@ impl Profile {
             };
             profile.network = network;
             profile.judge(found.as_ref(), &programs, args);
-            let profiles = known.entry(measure::conditions(args)).or_default();
+            let profiles = known.entry(conditions(args)).or_default();
             profiles.push(profile.clone());
             let old = profiles.len().saturating_sub(KEPT);
             profiles.drain(..old);
@@ -191,7 +192,7 @@ impl Profile {
             return Verdict::Settled;
         }
         let mut known = cache::read(&cache.file);
-        let profiles = known.get_mut(&measure::conditions(args));
+        let profiles = known.get_mut(&conditions(args));
         let own = profiles.and_then(|profiles| profiles.iter_mut().find(|found| *found == self));
         let Some(own) = own else {
             return Verdict::None;
