@@ -1,20 +1,26 @@
 //! `merak schedule`: a pipeline schedule and its figures.
 
+mod document;
+mod entries;
+mod limits;
+mod order;
+
+use self::{
+    document::shown,
+    entries::{Entries, in_bytes, names_recompute},
+    limits::{MemoryLimits, page_memory},
+    order::Order,
+};
 use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
 use merak_ckpt::{
     cli::at_least_one,
-    words::{Bytes, brief, file, folded},
+    words::{Bytes, file},
 };
-use merak_pipe::{
-    ActivationBytes, AutoLimits, ByteLimits, Costs, Figure, GridStyle, PageOptions, PeakBytes,
-    Schedule, ScheduleKind, Simulation, Size, StageId, UnitCosts, auto, grid, html, json,
-    json_with_bytes, simulate_on, svg, trace,
-};
+use merak_pipe::{ActivationBytes, PageOptions, Schedule, Size};
 use merak_trainer::chain;
 use std::{
-    fs,
-    io::{self, IsTerminal},
+    fs, io,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -192,71 +198,6 @@ impl Args {
     }
 }
 
-/// The schedule in the format that was asked for.
-fn shown(
-    args: &Args,
-    schedule: &Schedule,
-    costs: &Costs,
-    memory: &PageOptions,
-) -> Result<String, Failure> {
-    let simulate = || simulate_on(schedule, costs, args.cores.unwrap_or(f64::INFINITY));
-    Ok(match args.format {
-        Format::Csv => {
-            if let Some(lost) = lost_in_csv(schedule, costs) {
-                tracing::warn!(
-                    "CSV holds no cost of recomputation: the times of {} need --check FILE --costs {lost}",
-                    schedule.name
-                );
-            }
-            schedule.to_csv()
-        }
-        Format::Json => match &memory.bytes {
-            None => format!("{:#}", json(schedule, costs)?),
-            Some(bytes) => format!("{:#}", json_with_bytes(schedule, costs, bytes)?),
-        },
-        Format::Html => html(schedule, costs, memory)?,
-        Format::Svg => {
-            let simulation = simulate()?;
-            let named = Schedule {
-                name: format!("{} under {costs}", schedule.name),
-                ..schedule.clone()
-            };
-            svg(&named, &simulation)
-        }
-        Format::Trace => trace(&simulate()?.timeline),
-        Format::Grid => {
-            let simulation = simulate()?;
-            let is_file = args.output.is_some();
-            let columns = output::columns().filter(|_| !is_file);
-            let drawn = drawn(schedule, &simulation, columns, is_file);
-            let mut told = format!("{}\ncosts {costs}\n", figures(schedule, &simulation));
-            if let Some(bytes) = &memory.bytes {
-                told.push_str(&byte_figures(schedule, bytes)?);
-            }
-            format!("{drawn}\n{}", folded(&told, columns))
-        }
-    })
-}
-
-/// The picture of a step in characters.
-fn drawn(
-    schedule: &Schedule,
-    simulation: &Simulation,
-    columns: Option<usize>,
-    is_file: bool,
-) -> String {
-    let colour = !is_file && io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let style = GridStyle {
-        colour,
-        columns,
-        ..GridStyle::default()
-    };
-    match num_actions(schedule) {
-        0..=MOST_DRAWN => grid(&simulation.timeline, style),
-        more => format!("(a grid shows at most {MOST_DRAWN} actions, this schedule has {more})\n"),
-    }
-}
-
 /// The failure of a file that cannot be written. Where the path is at fault, it names the option.
 fn not_written(path: &Path, source: io::Error) -> Failure {
     use io::ErrorKind as K;
@@ -268,171 +209,6 @@ fn not_written(path: &Path, source: io::Error) -> Failure {
         )
         .into(),
         _ => merak_trainer::Error::Write { path, source }.into(),
-    }
-}
-
-/// Entries such as `F=1,I=2`, and the file that they come from, if any.
-#[derive(Default)]
-struct Entries {
-    text: String,
-    file: Option<PathBuf>,
-}
-
-impl Entries {
-    /// An option's value, or the content of the file that it names with an `@`.
-    fn read(option: &str, value: &str) -> Result<Self, Failure> {
-        let entries = match value.strip_prefix('@') {
-            None => Self {
-                text: value.to_owned(),
-                file: None,
-            },
-            Some(path) => {
-                let path = PathBuf::from(path);
-                let read = merak_ckpt::read_text(&path, MAX_SCHEDULE_BYTES);
-                let read = read.map_err(merak_trainer::Error::reading(&path))?;
-                Self {
-                    // Some editors put a byte-order mark before a text.
-                    text: read.trim_start_matches('\u{feff}').to_owned(),
-                    file: Some(path),
-                }
-            }
-        };
-        if entries.text.trim().is_empty() {
-            let place = entries.file.as_deref().map(file);
-            let place = place.map_or_else(String::new, |file| format!("{file}, the file of "));
-            return Err(format!(
-                "{place}{option} is empty, expected entries such as F=1,I=1 or I=1MiB,W=512KiB"
-            )
-            .into());
-        }
-        Ok(entries)
-    }
-
-    /// What is wrong with the entries, with the file that has them.
-    fn failure(&self, error: merak_pipe::Error) -> Failure {
-        match &self.file {
-            Some(path) => of_file(path, &error),
-            None => error.into(),
-        }
-    }
-}
-
-/// The costs of recomputation, as `--costs` takes them, that a schedule has and its CSV does not
-/// hold: PyTorch's format, whose readers refuse cells that are no action.
-fn lost_in_csv(schedule: &Schedule, costs: &Costs) -> Option<String> {
-    let stages = (0..).zip(&costs.recompute);
-    let of_stage = |(stage, cost): (usize, &f64)| {
-        let keeps = schedule.no_recompute.contains(&StageId(stage));
-        if keeps { 0.0 } else { *cost }
-    };
-    let lost: Vec<_> = stages.map(of_stage).collect();
-    let text = |cost: &f64| Figure(*cost).to_string();
-    let (first, rest) = lost.split_first()?;
-    if rest.iter().any(|cost| cost.total_cmp(first).is_ne()) {
-        let each: Vec<_> = lost.iter().map(text).collect();
-        return Some(format!("R={}", each.join(":")));
-    }
-    (*first > 0.0).then(|| format!("R={}", text(first)))
-}
-
-/// Whether costs such as `F=1,R=0.5` say what a recompute costs.
-fn names_recompute(costs: &str) -> bool {
-    let mut entries = costs.split([',', '\n']);
-    entries.any(|entry| entry.split('=').next().is_some_and(|key| key.trim() == "R"))
-}
-
-/// Entries such as `I=1MiB:64k` with their sizes as numbers of bytes; text that is not a size
-/// stays, for the parser of the entries to refuse.
-fn in_bytes(text: &str) -> String {
-    let size = |text: &str| {
-        let size = merak_ckpt::parse_byte_size(text);
-        size.map_or_else(|_| text.to_owned(), |bytes| bytes.to_string())
-    };
-    let entry = |entry: &str| match entry.split_once('=') {
-        Some((key, sizes)) => {
-            let sizes: Vec<_> = sizes.split(':').map(size).collect();
-            format!("{key}={}", sizes.join(":"))
-        }
-        None => entry.to_owned(),
-    };
-    let line = |line: &str| {
-        let entries: Vec<_> = line.split(',').map(entry).collect();
-        entries.join(",")
-    };
-    let lines: Vec<_> = text.lines().map(line).collect();
-    lines.join("\n")
-}
-
-/// What `--memory` counts.
-enum MemoryLimits {
-    Activations(Vec<f64>),
-    Bytes(Vec<u64>),
-}
-
-impl MemoryLimits {
-    /// Reads limits for `ranks` ranks: microbatches, or sizes with units where the bytes of a
-    /// microbatch are known.
-    fn parse(text: &str, ranks: usize, knows_bytes: bool) -> Result<Self, Failure> {
-        let texts: Vec<_> = text.split(':').map(str::trim).collect();
-        let microbatches: Result<Vec<f64>, _> = texts.iter().map(|text| text.parse()).collect();
-        if let Ok(limits) = microbatches {
-            if let Some(rank) = limits
-                .iter()
-                .position(|limit| limit.is_nan() || *limit < 1.0)
-            {
-                let found = limits[rank];
-                return Err(merak_pipe::Error::MemoryLimit { rank, found }.into());
-            }
-            return Ok(Self::Activations(for_each_rank(limits, ranks)?));
-        }
-        let sizes = texts.iter().map(|text| {
-            let size = merak_ckpt::parse_byte_size(text).ok();
-            size.filter(|_| text.parse::<f64>().is_err())
-        });
-        let Some(sizes) = sizes.collect::<Option<Vec<u64>>>() else {
-            return Err(format!(
-                "--memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes of whole units such as 96MiB:64MiB, found \"{}\"", brief(text)
-            )
-            .into());
-        };
-        if !knows_bytes {
-            return Err(format!(
-                "--memory {text} limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1MiB,W=512KiB"
-            )
-            .into());
-        }
-        Ok(Self::Bytes(for_each_rank(sizes, ranks)?))
-    }
-}
-
-/// One limit for all ranks, or one for each.
-fn for_each_rank<T: Clone>(limits: Vec<T>, ranks: usize) -> Result<Vec<T>, Failure> {
-    match &limits[..] {
-        [all] => Ok(vec![all.clone(); ranks]),
-        list if list.len() == ranks => Ok(limits),
-        list => Err(format!(
-            "--memory has {} limits, expected one for all ranks or one for each of {ranks}",
-            list.len()
-        )
-        .into()),
-    }
-}
-
-fn page_memory(bytes: Option<ActivationBytes>, limits: Option<MemoryLimits>) -> PageOptions {
-    let memory = PageOptions {
-        bytes,
-        ..PageOptions::default()
-    };
-    match limits {
-        None => memory,
-        Some(MemoryLimits::Activations(peak_activations)) => PageOptions {
-            peak_activations,
-            ..memory
-        },
-        Some(MemoryLimits::Bytes(peak_bytes)) => PageOptions {
-            peak_bytes,
-            ..memory
-        },
     }
 }
 
@@ -460,177 +236,7 @@ fn num_actions(schedule: &Schedule) -> usize {
     schedule.actions.iter().map(Vec::len).sum()
 }
 
-/// One line of figures; a rank's own bubble lies between its first and its last action.
-fn figures(schedule: &Schedule, simulation: &Simulation) -> String {
-    let bubbles = simulation.timeline.bubble_by_rank().into_iter();
-    let bubbles: Vec<_> = bubbles
-        .map(|share| format!("{:.1}", 100.0 * share))
-        .collect();
-    let peaks = simulation.peak_activations.iter();
-    let peaks: Vec<_> = peaks.map(|peak| Figure(*peak).to_string()).collect();
-    let forwards = if schedule.is_forward_only() {
-        "forwards only, "
-    } else {
-        ""
-    };
-    format!(
-        "{}: {forwards}makespan {}, bubble {:.1} %, of each rank's own time {} %, peak activations per rank {}",
-        schedule.name,
-        Figure(simulation.makespan),
-        100.0 * simulation.bubble(),
-        bubbles.join(" "),
-        peaks.join(" "),
-    )
-}
-
-/// The peaks of all ranks in bytes, and the parts that wait for input and for weight gradients.
-fn byte_figures(schedule: &Schedule, bytes: &ActivationBytes) -> Result<String, Failure> {
-    let peaks = schedule.peak_bytes_by_grad(bytes)?;
-    let list = |part: fn(&PeakBytes) -> u64| {
-        let texts = peaks.iter().map(|peak| Bytes(part(peak)).to_string());
-        texts.collect::<Vec<_>>().join(", ")
-    };
-    Ok(format!(
-        "peak bytes of activations per rank: {}\n  of them for I: {}\n  of them for W: {}\n",
-        list(|peak| peak.total()),
-        list(|peak| peak.until_input_grad),
-        list(|peak| peak.until_weight_grad),
-    ))
-}
-
-/// What decides the order of the actions.
-enum Order {
-    /// A file to check.
-    File {
-        text: String,
-        /// The file's schedule, with the size that the file has.
-        sized: Schedule,
-    },
-    /// The schedule with this name.
-    Named(ScheduleKind),
-    /// A search for the costs.
-    Auto,
-}
-
-impl Order {
-    fn of(args: &Args) -> Result<Self, Failure> {
-        let order = match (&args.check, args.name.as_deref()) {
-            (Some(path), _) => Self::read(path)?,
-            (None, Some("auto")) => Self::Auto,
-            (None, name) => Self::Named(named(name.unwrap_or_default())?),
-        };
-        if args.memory.is_some() && !matches!(order, Self::Auto) && args.format != Format::Html {
-            return Err(
-                "--memory limits the search of schedule auto, and --format html shows it: leave it out elsewhere".into(),
-            );
-        }
-        Ok(order)
-    }
-
-    fn read(path: &Path) -> Result<Self, Failure> {
-        let text = merak_ckpt::read_text(path, MAX_SCHEDULE_BYTES)
-            .map_err(merak_trainer::Error::reading(path))?;
-        let sized =
-            Schedule::from_sized_csv(file(path), &text).map_err(|error| of_file(path, &error))?;
-        Ok(Self::File { text, sized })
-    }
-
-    /// The requested size; missing parts come from the file or are the schedule's defaults.
-    fn size(&self, args: &Args) -> Size {
-        let told = match self {
-            Self::File { sized, .. } => sized.size,
-            Self::Named(kind) => Size::new(0, 0).with_chunks(kind.default_chunks()),
-            Self::Auto => Size::new(0, 0),
-        };
-        Size {
-            ranks: args.ranks.unwrap_or(told.ranks),
-            microbatches: args.microbatches.unwrap_or(told.microbatches),
-            chunks: args.chunks.unwrap_or(told.chunks),
-        }
-    }
-
-    /// The costs in use: those that are named, and the schedule's own defaults.
-    fn costs(&self, text: &str, size: Size) -> merak_pipe::Result<Costs> {
-        let defaults = match self {
-            Self::Named(kind) => kind.default_costs(),
-            Self::File { .. } | Self::Auto => UnitCosts {
-                recompute: 0.0,
-                ..UnitCosts::default()
-            },
-        };
-        Costs::parse(text, defaults, size.stages())
-    }
-
-    fn schedule(
-        &self,
-        size: Size,
-        costs: &Costs,
-        memory: &PageOptions,
-    ) -> Result<Schedule, Failure> {
-        match self {
-            Self::File { text, sized } => {
-                let checked = || {
-                    let schedule = if size == sized.size {
-                        sized.clone()
-                    } else {
-                        Schedule::from_csv(sized.name.clone(), text, size)?
-                    };
-                    schedule.validate()?;
-                    Ok(schedule)
-                };
-                checked().map_err(|error: merak_pipe::Error| of_file(sized.name.as_ref(), &error))
-            }
-            Self::Named(kind) => Ok(kind.generate(size)?),
-            Self::Auto => searched(size, costs, memory),
-        }
-    }
-}
-
 /// What is wrong with a file of a schedule.
 fn of_file(path: &Path, error: &merak_pipe::Error) -> Failure {
     format!("{}: {}", file(path), chain(error)).into()
-}
-
-/// The schedule with this name. The error also lists `auto`, which is not a schedule of merak-pipe.
-fn named(name: &str) -> Result<ScheduleKind, Failure> {
-    use merak_pipe::Error::UnknownSchedule;
-    name.parse().map_err(|error| match error {
-        UnknownSchedule {
-            name,
-            nearest,
-            known,
-        } => UnknownSchedule {
-            name,
-            nearest,
-            known: format!("{known}, auto"),
-        }
-        .into(),
-        error => error.into(),
-    })
-}
-
-fn searched(size: Size, costs: &Costs, memory: &PageOptions) -> Result<Schedule, Failure> {
-    let kept = memory
-        .bytes
-        .clone()
-        .filter(|_| !memory.peak_bytes.is_empty());
-    let limits = AutoLimits {
-        peak_activations: memory.peak_activations.clone(),
-        bytes: kept.map(|kept| ByteLimits::new(&kept, memory.peak_bytes.clone())),
-        ..AutoLimits::default()
-    };
-    let found = auto(size, costs, &limits)?;
-    let start = found
-        .start
-        .map(|(kind, makespan)| (kind.as_str(), makespan));
-    tracing::info!(
-        start = start.map(|(name, _)| name),
-        start_makespan = start.map(|(_, makespan)| makespan),
-        makespan = found.simulation.makespan,
-        bound = found.bound,
-        moves = found.moves,
-        stopped = %found.stopped,
-        "searched a schedule",
-    );
-    Ok(found.schedule)
 }
