@@ -1,26 +1,23 @@
 //! A run before its ranks start: everything that the configuration names, read, checked and
 //! planned.
 
+mod description;
+mod unused;
+
+use self::unused::check_unused;
 use super::{
     environment,
     model::{Loaded, companions, read},
-    output,
     session::trained_tokenizer,
 };
-use merak_ckpt::{
-    Checksum, HfFolder,
-    words::{Bytes, plain},
-};
-use merak_partition::ScheduleChoice;
-use merak_trace::models::{self, Model, Objective};
+use merak_ckpt::{Checksum, HfFolder};
+use merak_trace::models::{self, Objective};
 use merak_trainer::{
-    CheckedArguments, Config, ConfigError, CostCache, CostModel, DataArguments, DataFormat, Error,
-    FasterSchedule, FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result,
-    Room, RunFolder, SeqLength, TokenizerSource, TrainerParts, Workload, World,
-    data::{Corpus, DataFingerprint, Dataset, Datasets, Joined, ModelInputs, Source, Tokenizer},
-    keys,
+    CheckedArguments, Config, CostCache, CostModel, DataArguments, Error, FasterSchedule,
+    FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, Room, RunFolder,
+    SeqLength, TokenizerSource, TrainerParts, Workload, World,
+    data::{Corpus, DataFingerprint, Datasets, Joined, ModelInputs, Source, Tokenizer},
     metrics::{Page, Peak},
-    threads_per_rank,
 };
 use std::{fmt::Write as _, sync::Arc};
 
@@ -176,25 +173,6 @@ impl Prepared {
         ))
     }
 
-    /// When the times behind the prediction were measured, for people.
-    fn measurement(&self) -> Option<String> {
-        let measured = self.costs.measurement()?;
-        let age = measured.age();
-        let percent = 100.0 * measured.spread;
-        let steady = if measured.is_unsteady() {
-            ": the machine was busy, and the prediction may be off"
-        } else if measured.is_contradicted {
-            "; steps took another time before, and the prediction may be off"
-        } else if measured.is_worn() {
-            ": that is long ago, and the prediction may be off"
-        } else {
-            ""
-        };
-        Some(format!(
-            "by times measured {age}, whose repetitions differed by {percent:.0} %{steady}"
-        ))
-    }
-
     /// Prepares an evaluation of the validation part alone.
     ///
     /// # Communication
@@ -339,15 +317,6 @@ impl Prepared {
             .check_memory_in(&self.args, &workloads, data, self.room)
     }
 
-    /// The least memory of the run, for people.
-    pub(crate) fn describe_memory(&self) -> Result<String> {
-        let data = self.datasets.held_bytes as u64;
-        let memory = self.plan.run_memory(&self.args, &self.workloads(), data)?;
-        let total = Bytes(memory.total());
-        let text = format!("memory    at least {total}: {memory}\n");
-        Ok(output::fitted(&text))
-    }
-
     /// The activation bytes that the plan predicts of each rank of the pipeline.
     pub(crate) fn predicted_activation_bytes(&self) -> Result<Vec<usize>> {
         let needs = self.plan.memory(&self.args, &self.workloads())?;
@@ -383,178 +352,6 @@ impl Prepared {
         });
         training.into_iter().chain(evaluation).collect()
     }
-
-    /// The steps of the warmup and of the run, where the run ends before the warmup does.
-    fn long_warmup(&self) -> Result<Option<(u64, usize)>> {
-        let Some(train) = &self.datasets.train else {
-            return Ok(None);
-        };
-        let total = self
-            .args
-            .total_steps(train.len() / self.args.global_batch());
-        let warmup = self.args.lr_schedule(total)?.warmup();
-        Ok((warmup >= total as u64 && warmup > 0).then_some((warmup, total)))
-    }
-
-    /// The amounts of data to train and to evaluate on, for people.
-    fn amounts(&self) -> String {
-        let described = |train, validation, what| {
-            format!("{train} training {what}, {validation} validation {what}")
-        };
-        if let Some(corpus) = &self.corpus {
-            return described(corpus.train.len(), corpus.validation.len(), "tokens");
-        }
-        let Datasets {
-            train, validation, ..
-        } = &self.datasets;
-        let len = |data: &Option<Arc<dyn Dataset>>| data.as_ref().map_or(0, |data| data.len());
-        match train {
-            Some(train) if train.is_stream() => format!("{} validation samples", len(validation)),
-            _ => described(len(train), len(validation), "samples"),
-        }
-    }
-
-    /// What a sample is, for people.
-    fn sample_size(&self) -> String {
-        let plan = &self.plan;
-        match (plan.draft.model.objective(), plan.draft.target_length) {
-            (Objective::ImageClassification, _) => "an image".to_owned(),
-            (_, Some(target)) => format!("{} tokens and {target} to write", plan.draft.seq_length),
-            _ => format!("{} tokens", plan.draft.seq_length),
-        }
-    }
-
-    /// The plan, for people.
-    pub(crate) fn describe(&self) -> Result<String> {
-        let (args, plan) = (&self.args, &self.plan);
-        let mut text = String::new();
-        let trained: usize = plan.trained_params().map(|param| param.full.numel()).sum();
-        let all = plan.graph.num_elements();
-        let trained = if trained == all {
-            String::new()
-        } else {
-            format!(", {trained} trained")
-        };
-        let _ = writeln!(
-            text,
-            "model     {}: {all} parameters{trained}, {} layers",
-            plan.draft.info.family, plan.draft.info.num_layers
-        );
-        let _ = writeln!(text, "data      {} ({})", self.description, self.amounts());
-        let _ = writeln!(
-            text,
-            "ranks     {} = dp {} x tp {} x pp {}{}, {} compute threads each",
-            args.world_size(),
-            args.dp,
-            args.tp,
-            args.pp,
-            if args.sp > 1 {
-                format!(" x sp {}", args.sp)
-            } else {
-                String::new()
-            },
-            threads_per_rank(args)
-        );
-        let _ = writeln!(
-            text,
-            "batch     {} samples of {} = {} per microbatch x {} microbatches x dp {}",
-            args.global_batch(),
-            self.sample_size(),
-            args.per_device_train_batch_size,
-            args.gradient_accumulation_steps,
-            args.dp
-        );
-        self.describe_schedule(&mut text);
-        let _ = writeln!(text);
-        self.warn_in(&mut text)?;
-        text += &plan.partition_report()?.to_text(output::columns());
-        if let Some(faster) = self.faster {
-            let FasterSchedule { kind, gain, .. } = faster;
-            let [now, then] = faster.memory.map(|bytes| Bytes(bytes as u64));
-            let _ = writeln!(
-                text,
-                "\nfaster    {kind} would shorten a step by {:.0} %, by {}, in at most {:.0} % more memory ({then} on the fullest rank, now \
-                 {now}): set \"train_schedule\" to \"{kind}\" (schedules with other numbers of stages per rank are not compared)",
-                100.0 * gain,
-                self.costs.unit(),
-                100.0 * FasterSchedule::MORE_MEMORY,
-            );
-        }
-        Ok(output::fitted(&plain(&text)))
-    }
-
-    /// The schedule, how it was found, and what it is predicted to take.
-    fn describe_schedule(&self, text: &mut String) {
-        let (args, plan) = (&self.args, &self.plan);
-        let _ = write!(text, "schedule  {}", plan.schedule.name);
-        let _ = match args.pipeline_size().chunks {
-            1 => writeln!(text),
-            chunks => writeln!(text, ", {chunks} stages per rank"),
-        };
-        if let Some(found) = &plan.search {
-            let gain = match found.start {
-                Some((named, least)) => {
-                    let gain = 100.0 * (1.0 - found.simulation.makespan / least);
-                    format!("{gain:.1} % shorter than {named}")
-                }
-                None => "within a limit of memory that no named schedule keeps".to_owned(),
-            };
-            let (unit, stopped) = (self.costs.unit(), found.stopped);
-            let _ = writeln!(text, "          {gain}, by {unit}; {stopped}");
-        }
-        if plan.search.is_none() && args.train_schedule == ScheduleChoice::Searched {
-            let _ = writeln!(
-                text,
-                "          auto: no shorter schedule was found within the memory"
-            );
-        }
-        for (index, choice) in plan.draft.tensor.choices.iter().enumerate() {
-            let head = if index == 0 { "tensor" } else { "" };
-            let _ = writeln!(text, "{head:9} {choice}");
-        }
-        if let Some(prediction) = &self.prediction {
-            let _ = writeln!(text, "time      {prediction}");
-            if let Some(measurement) = self.measurement() {
-                let _ = writeln!(text, "          {measurement}");
-            }
-        }
-    }
-
-    /// Warns of settings that do nothing, or not what they seem to.
-    fn warn_in(&self, text: &mut String) -> Result<()> {
-        let (args, plan) = (&self.args, &self.plan);
-        for unmatched in &plan.draft.tensor.unmatched {
-            let _ = writeln!(
-                text,
-                "warning: the tensor-parallel pattern \"{unmatched}\" matches nothing"
-            );
-        }
-        if let Some((warmup, total)) = self.long_warmup()? {
-            let _ = writeln!(
-                text,
-                "warning: the warmup takes {warmup} steps and the run {total}: the learning rate never reaches \
-                 \"learning_rate\", {}",
-                args.learning_rate
-            );
-        }
-        if let Some(first) = args.profile_start_step
-            && first > self.total_steps
-        {
-            let _ = writeln!(
-                text,
-                "warning: \"profile_start_step\" is {first} and the run ends at step {}: no step is profiled",
-                self.total_steps
-            );
-        }
-        if args.asks_for_recomputation() && plan.recomputes_nothing() {
-            let _ = writeln!(
-                text,
-                "warning: nothing is recomputed: the last stage, and shards without parameters or with embeddings, keep \
-                 their activations under these keys"
-            );
-        }
-        Ok(())
-    }
 }
 
 /// What this process has prepared, if all processes have prepared the same.
@@ -565,61 +362,6 @@ fn prepared_alike(prepared: Result<Prepared>, config: &Config, world: &World) ->
     world.check_same("the model", &model)?;
     world.check_same("the data", &prepared.fingerprint.to_string())?;
     Ok(prepared)
-}
-
-/// What the data are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Given {
-    /// Text, or tokens.
-    Tokens,
-    /// Tensors by name.
-    Tensors,
-}
-
-/// Keys about data, what data they are about, and the models that use them.
-const OF_DATA: [(&str, Given, &[Objective]); 6] = {
-    use Given::{Tensors, Tokens};
-    use Objective::{CausalLm, MaskedLm, SequenceToSequence};
-    [
-        ("shift_labels", Tensors, &[CausalLm]),
-        ("data.packing", Tokens, &[CausalLm]),
-        (
-            "data.mlm_probability",
-            Tokens,
-            &[MaskedLm, SequenceToSequence],
-        ),
-        ("data.mask_replace_prob", Tokens, &[MaskedLm]),
-        ("data.random_replace_prob", Tokens, &[MaskedLm]),
-        ("data.mean_noise_span_length", Tokens, &[SequenceToSequence]),
-    ]
-};
-
-/// Refuses values that would be ignored.
-fn check_unused(config: &Config, model: &dyn Model) -> Result<()> {
-    let values = config.to_json();
-    let found = match config.arguments().data.format {
-        DataFormat::Tensors => Given::Tensors,
-        _ => Given::Tokens,
-    };
-    for (name, given, users) in OF_DATA {
-        let Some(key) = keys().find(|key| key.name == name) else {
-            continue;
-        };
-        let (value, default) = (&values[name]["value"], (key.default)());
-        let is_used = found == given && users.contains(&model.objective());
-        if !is_used && *value != default {
-            let (family, objective) = (model.info().family, model.objective());
-            return Err(Error::Config(ConfigError::IllegalValue {
-                key: key.name,
-                found: value.to_string(),
-                place: config.origin(name).to_string(),
-                expected: format!(
-                    "{default}, its default: it does nothing for this {family} model for {objective} on such data"
-                ),
-            }));
-        }
-    }
-    Ok(())
 }
 
 /// Checks the number of the samples, and the first one of each part: the others have the same
