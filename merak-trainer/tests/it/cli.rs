@@ -1,11 +1,16 @@
 //! The `merak` command as its users meet it: exit statuses, messages, documents on standard output.
 
+mod bench; // measurements of this machine
 mod chats; // chats and instructions
 mod checkpoints; // damaged files
+mod columns; // lines that fit a terminal
+mod doctor; // what this machine and build can do
 mod effects; // every key does something
 mod embeddings; // what a model's head reads
 mod families; // every family on data of its kind
 mod files; // pipes, devices, files without end
+mod graphs; // what trace prints
+mod help; // keys, options and commands
 #[cfg(target_os = "linux")]
 mod hosts; // ranks on two hosts
 mod images; // folders of images
@@ -15,12 +20,13 @@ mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
 #[cfg(all(feature = "mpi", target_os = "linux"))]
 mod mpi; // ranks that mpirun starts
-mod output; // documents and formats
+mod output; // what a training prints
 mod parquet; // records in files of Parquet
 mod processes; // ranks in processes of their own
 mod reports; // event files, traces, the page
 mod runs; // one run per folder, signals, full disks
 mod samples; // data of which nothing can be learned
+mod schedules; // formats, costs, files to check
 #[cfg(unix)]
 mod scripts; // the scripts of docs/launch
 mod settings; // every setting counts
@@ -142,6 +148,12 @@ impl Workplace {
         assert!(!ended.stderr.contains("panicked"), "{}", ended.stderr);
         ended.stderr.trim_end().to_owned()
     }
+}
+
+/// The names in a document, in their order.
+fn keys(value: &Value) -> Vec<&str> {
+    let object = value.as_object().expect("an object");
+    object.keys().map(String::as_str).collect()
 }
 
 fn model() -> Value {
