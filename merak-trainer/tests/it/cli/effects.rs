@@ -166,7 +166,7 @@ const ROWS: &[(&str, Shown)] = &[
     ("split_method", Built(PLAN, STAGES, "nearest_min_deps")),
     ("custom_split_points", Run("tests/it/laws/pipeline.rs", "no_cut_into_segments_and_stages_changes_a_bit")),
     ("shard_count", Built(PLAN, STAGES, "2")),
-    ("trace_method", Run("tests/it/config.rs", "a_feature_of_a_later_version_is_refused_by_name")),
+    ("trace_method", Run("tests/it/config/checks.rs", "a_feature_of_a_later_version_is_refused_by_name")),
     ("init_method_std", Built(PLAN, &[], "0.3")),
     ("activation_checkpointing", Built(PLAN, &[], "false")),
     ("checkpoint_num_layers", Built(PLAN, &[], "3")),
