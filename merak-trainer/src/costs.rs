@@ -214,8 +214,8 @@ pub struct Measurement {
 const FRESH: Duration = Duration::from_hours(7 * 24);
 
 impl Measurement {
-    /// Whether it is old or unsteady. A run that contradicts it then causes a new measurement, even
-    /// after earlier repetitions.
+    /// Whether the measurement is old or unsteady. A run that contradicts it then causes a new one,
+    /// even after earlier repetitions.
     pub fn is_worn(&self) -> bool {
         self.is_unsteady() || self.at.elapsed().unwrap_or_default() > FRESH
     }
@@ -242,7 +242,7 @@ impl Measurement {
 pub struct CostCache {
     /// The file; there need not be one yet.
     pub file: PathBuf,
-    /// Whether it may be written.
+    /// Whether the file may be written.
     pub keeps: bool,
 }
 

@@ -263,11 +263,11 @@ pub enum Error {
 /// The process that tells the failure of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Teller {
-    /// This one.
+    /// This process.
     Here,
-    /// This one, in place of another in which the rank failed.
+    /// This process, in place of the one in which the rank failed.
     HereForOther,
-    /// Another: that of the rank, or the first one.
+    /// Another process: that of the rank, or the first one.
     Other,
 }
 

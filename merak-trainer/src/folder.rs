@@ -104,7 +104,7 @@ pub struct RunFolder {
     /// The name of the adapter that the run trains, if it trains one.
     adapter: Option<String>,
     lock: Mutex<HeldFile>,
-    /// Comes behind the lock, whose file goes first.
+    /// Comes after the lock, whose file goes first.
     _made: MadeFolders,
     /// Whether this run has set another aside that is still there.
     has_aside: AtomicBool,

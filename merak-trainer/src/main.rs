@@ -131,7 +131,7 @@ fn run(cli: Cli, screen: &Screen) -> Outcome {
     }
 }
 
-/// The command line with `--log FILTER` moved to the front, since every option behind CONFIG is a
+/// The command line with `--log FILTER` moved to the front, since every option after CONFIG is a
 /// configuration key. Behind `--`, which parts a command from what it launches, words stay.
 fn arguments() -> Vec<OsString> {
     let mut words: Vec<OsString> = std::env::args_os().collect();

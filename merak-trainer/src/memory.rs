@@ -28,7 +28,7 @@ pub enum Workload {
     Training,
     /// Losses of held-out samples.
     Evaluation {
-        /// How many there are.
+        /// Number of these samples.
         samples: usize,
     },
     /// One token after the other.
@@ -41,7 +41,7 @@ pub enum Workload {
 /// The bytes that a rank needs at least, on any backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryNeed {
-    /// Its parameters.
+    /// Parameters.
     pub weights: usize,
     /// Optimizer state and masters that lie in files, no part of the sum: the system keeps of them
     /// in memory what there is room for.
@@ -50,9 +50,9 @@ pub struct MemoryNeed {
     /// buckets of parameters that replicas divide: what they take at most, no part of the sum. A
     /// trainer reports those of gradients that there were at once.
     pub exchange: usize,
-    /// Their gradients, with one more for each further use of a tied parameter.
+    /// Gradients of the parameters, with one more for each further use of a tied parameter.
     pub gradients: usize,
-    /// What the optimizer keeps.
+    /// Optimizer state.
     pub optimizer: usize,
     /// Batches and values of the graph that are alive at once, in the largest of the workloads.
     pub activations: usize,
@@ -87,7 +87,7 @@ pub struct RunMemory {
     pub weights: u64,
     /// Gradients.
     pub gradients: u64,
-    /// What the optimizer keeps.
+    /// Optimizer state.
     pub optimizer: u64,
     /// Optimizer state and masters that lie in files, no part of the sum.
     pub files: u64,

@@ -89,7 +89,7 @@ const SEND_RECV: Exchange = Exchange {
     share: |_| 1.0,
 };
 
-/// The same without the copy, as stages exchange: the first nodes that read a value bring it to
+/// A message without the copy, as stages exchange: the first nodes that read a value bring it to
 /// their core, as part of their measured time.
 const HAND_OVER: Exchange = Exchange {
     name: "hand_over",
@@ -108,7 +108,7 @@ impl Exchange {
     /// rank.
     ///
     /// # Communication
-    /// The runs and one more, each behind a barrier.
+    /// The runs and one more, each after a barrier.
     ///
     /// # Errors
     /// When a rank fails.

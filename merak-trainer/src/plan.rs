@@ -115,8 +115,8 @@ impl Plan {
         Self::with_costs(inputs, args, &Counted)
     }
 
-    /// The same with searches by `costs`. All ranks of a run take one plan, as their measurements
-    /// differ.
+    /// As [`Plan::new`], with searches by `costs`. All ranks of a run take one plan, as their
+    /// measurements differ.
     ///
     /// # Errors
     /// As [`Plan::new`].
@@ -376,7 +376,7 @@ pub(crate) fn param_bytes(args: &CheckedArguments, replicas: usize) -> ParamByte
     }
 }
 
-/// The same with what is kept in files.
+/// As [`param_bytes`], with the bytes that are kept in files.
 pub(crate) fn kept_bytes(args: &CheckedArguments, replicas: usize) -> ParamBytes {
     kept_under(&args.zero_config(1), replicas)
 }

@@ -302,7 +302,7 @@ pub fn run_world<T: Send>(
     run_ranks(args.world_size(), args, body)
 }
 
-/// The same on any number of ranks.
+/// As [`run_world`], on any number of ranks.
 pub(crate) fn run_ranks<T: Send>(
     world: usize,
     args: &CheckedArguments,

@@ -114,7 +114,7 @@ pub(crate) struct Gpt {
     /// Megabytes in a second that each rank exchanges with its replicas, as over a slower network.
     #[arg(long, value_name = "MB", value_parser = speed)]
     replica_link: Option<f64>,
-    /// The same between the tensor-parallel ranks of a layer.
+    /// Megabytes in a second that the tensor-parallel ranks of a layer exchange.
     #[arg(long, value_name = "MB", value_parser = speed)]
     tensor_link: Option<f64>,
     /// Microseconds from the start of each collective on these links to its first byte.
@@ -466,7 +466,7 @@ fn configured(
     Ok((config, args))
 }
 
-/// Those options that several commands share and that are given.
+/// The options that several commands share, where they are given.
 fn of_ranks(threads: Option<usize>, lora: Option<&str>) -> Options {
     let threads =
         threads.map(|threads| ("--threads", "compute.threads_per_rank", threads.to_string()));
@@ -482,7 +482,7 @@ fn located(config: &Config, failure: super::Failure) -> super::Failure {
     }
 }
 
-/// Names the option behind a size that no model can have.
+/// Names the option of a size that no model can have.
 fn of_size(error: merak_trace::Error, positions: &str) -> super::Failure {
     let merak_trace::Error::ModelConfig { field, reason } = &error else {
         return error.into();

@@ -253,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_trial_tells_is_found_behind_lines_of_a_library() {
+    fn what_a_trial_tells_is_found_after_lines_of_a_library() {
         let output = b"\xff\xfe no UTF-8\n12\nNCCL version 2\n\"passed\"\n";
         assert_eq!(told_in(&output[..]).as_deref(), Some(PASSED));
         assert_eq!(told_in(&output[..30]), None);

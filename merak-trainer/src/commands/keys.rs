@@ -5,7 +5,7 @@ use clap::Args as ClapArgs;
 use merak_trainer::{Config, Given, Result};
 use std::path::Path;
 
-/// Keys of the configuration, behind everything else.
+/// Keys of the configuration, after everything else.
 #[derive(Debug, Clone, ClapArgs)]
 pub(crate) struct Keys {
     /// Configuration keys as `--set KEY=VALUE` or `--KEY VALUE`.

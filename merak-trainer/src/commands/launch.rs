@@ -44,7 +44,7 @@ pub(crate) fn has_started(launch: &Launch) -> bool {
 #[command(
     after_help = "COMMAND is a command of merak, as in `merak launch -n 4 -- train CONFIG`, or a program that reads \
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.\n\
-    Lines are printed behind their rank, as in `[rank 2] `; the results of a command of merak, which rank 0 has, as they \
+    Lines are printed after their rank, as in `[rank 2] `; the results of a command of merak, which rank 0 has, as they \
     are. Signals are passed on. When a rank fails, the others are ended, and its exit status is the command's."
 )]
 pub(crate) struct Args {

@@ -71,7 +71,7 @@ enum Part {
 }
 
 impl Args {
-    /// Takes the command's own options from behind the first key.
+    /// Takes the command's own options from after the first key.
     fn take_own_options(&mut self) -> std::result::Result<(), super::Failure> {
         for name in ["-o", "--output"] {
             if let Some(path) = self.keys.take_option(name) {

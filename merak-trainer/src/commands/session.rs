@@ -116,7 +116,7 @@ impl Session {
         self.text_after(0, ids)
     }
 
-    /// The same of the tokens behind the first `known`.
+    /// As [`Self::text`], of the tokens after the first `known`.
     pub(crate) fn text_after(&self, known: usize, ids: &[u32]) -> Result<Vec<u8>> {
         match &self.tokenizer {
             Some(tokenizer) => tokenizer.bytes_after(known, ids),

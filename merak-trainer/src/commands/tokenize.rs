@@ -19,7 +19,7 @@ use std::{
 pub(crate) struct Args {
     /// The configuration file (.toml, .yaml or .json).
     config: PathBuf,
-    /// The folder to write [default: that of the data's path with ".tokens" behind it].
+    /// The folder to write [default: that of the data's path with ".tokens" after it].
     #[arg(short, long, value_name = "FOLDER")]
     output: Option<PathBuf>,
     /// Prints one JSON document.

@@ -163,7 +163,7 @@ pub(crate) fn members(
     })
 }
 
-/// This command behind what starts the processes of an engine.
+/// This command after what starts the processes of an engine.
 fn command_by(engine: ChosenEngine, ranks: usize) -> String {
     let starter = match engine {
         ChosenEngine::Mpi => format!("mpirun -n {ranks} merak"),

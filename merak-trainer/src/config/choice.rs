@@ -12,7 +12,7 @@ use super::{
 };
 
 /// Reads and writes a key by the names of an enum. Messages tell `$names` in their order; `$later`
-/// are known names that are not built, each with what is said behind the built ones.
+/// are known names that are not built, each with what is said after the built ones.
 macro_rules! named_setting {
     ($type:ty: $names:expr, $parse:expr, $later:expr) => {
         impl Setting for $type {
@@ -269,7 +269,7 @@ impl Setting for EarlyStop {
     }
 }
 
-/// The refusal of a name that is not built: either one of `later`, each with what is said behind
+/// The refusal of a name that is not built: either one of `later`, each with what is said after
 /// the built ones, or an unknown one.
 pub(crate) fn refuse<'a>(
     text: &str,

@@ -89,7 +89,7 @@ fn placed(path: &Path, value: Value, lines: &Lines) -> Result<Map<String, Value>
         ValueKind::Table(table) => table,
         ValueKind::String(text) if text.contains(':') => {
             let message =
-                "the file holds no table of keys: put a blank behind each key's colon, as in tp: 2";
+                "the file holds no table of keys: put a blank after each key's colon, as in tp: 2";
             return Err(syntax(path, &message));
         }
         _ => return Err(syntax(path, &"the file holds no table of keys")),

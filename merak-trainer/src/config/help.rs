@@ -73,7 +73,7 @@ fn default(key: &Key) -> String {
     spelled.map_or_else(|| shown(&value), |value| value.to_string())
 }
 
-/// A paragraph in lines of at most `columns` columns, each behind `indent`.
+/// A paragraph in lines of at most `columns` columns, each after `indent`.
 fn filled(text: &str, indent: &str, columns: Option<usize>) -> String {
     let columns = columns.unwrap_or(usize::MAX);
     let mut lines = String::new();

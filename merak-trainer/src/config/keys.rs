@@ -319,7 +319,7 @@ settings! {
         /// Steps in a row without finite gradients after which a run ends; each of them changes
         /// nothing. Under `fp16` those count in which the loss scale cannot fall.
         max_skipped_steps: usize [at_least 1] = 50,
-        /// Whether a run goes back to its last checkpoint, and on behind the data that led there,
+        /// Whether a run goes back to its last checkpoint, and on after the data that led there,
         /// where a step's loss is not finite or a spike, or `max_skipped_steps` is reached.
         divergence_guard: bool = false,
         /// Steps whose losses a loss is compared with; until there are as many, none is a spike.
@@ -367,7 +367,7 @@ settings! {
         text_generation: bool = false,
         /// Most new tokens per prompt in generation.
         out_seq_length: usize [at_least 1] = 1024,
-        /// The same under its Hugging Face name; unset: `out_seq_length`.
+        /// Most new tokens per prompt, by the name of Hugging Face; unset: `out_seq_length`.
         max_new_tokens: Option<usize> [at_least 1] = None,
         /// Sampling temperature; 0 or `greedy` takes the likeliest token.
         temperature: Temperature [at_least 0] = Temperature(0.9),
@@ -396,7 +396,7 @@ settings! {
         /// When a beam search ends: `false` once no running beam would be better if it ended now,
         /// `true` once as many texts as beams have ended, `never` once none can become better.
         early_stopping: EarlyStop = EarlyStop(EarlyStopping::No),
-        /// Strings that end a generated text, behind the token in which they end.
+        /// Strings that end a generated text, after the token in which they end.
         stop_strings: Option<Vec<String>> = None,
         /// Token that ends a generated row, or a list of them; unset: those of the model's config
         /// and the tokenizer's.
@@ -505,7 +505,7 @@ settings! {
     ComputeArguments under "compute." {
         /// Library that executes the graph's nodes.
         backend: BackendChoice = BackendChoice::Candle,
-        /// What they are executed on.
+        /// Device that executes them.
         device: Device = Device::Cpu,
         /// Compute threads of each rank: `auto` divides the cores.
         threads_per_rank: ThreadsPerRank = ThreadsPerRank::Auto,

@@ -130,7 +130,7 @@ impl Error {
 impl ConfigError {
     fn or_option(self, options: &[&str]) -> Self {
         let hint = |place: &str| {
-            // The word behind `--set` is a key and no option.
+            // The word after `--set` is a key and no option.
             let written = place.strip_prefix("command line --")?;
             let written = Some(written.replace('_', "-")).filter(|word| !word.contains(' '))?;
             let names = options.iter().map(|option| option.trim_start_matches('-'));

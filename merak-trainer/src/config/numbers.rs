@@ -77,7 +77,7 @@ impl Setting for TokenIds {
 pub enum ThreadsPerRank {
     /// The machine's cores divided by the ranks on it.
     Auto,
-    /// This many.
+    /// A given number.
     Count(NonZeroUsize),
 }
 

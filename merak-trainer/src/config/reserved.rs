@@ -16,7 +16,7 @@ pub(crate) struct Reserved {
     pub(crate) name: &'static str,
     /// The values that ask for nothing, as JSON; the first is the documented default.
     pub(crate) inactive: &'static [&'static str],
-    /// Why, or what to use instead, behind the inactive values.
+    /// Why, or what to use instead, after the inactive values.
     advice: &'static str,
 }
 

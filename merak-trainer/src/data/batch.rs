@@ -49,7 +49,7 @@ impl Batch {
     }
 }
 
-/// Makes the tensors of a microbatch of its samples: by name, each with the rows first. Rows behind
+/// Makes the tensors of a microbatch of its samples: by name, each with the rows first. Rows after
 /// the samples are to be filled up, with [`IGNORED_LABEL`] in [`LABELS`]; an empty microbatch gets
 /// no samples and still needs its tensors.
 pub type Collator =

@@ -149,7 +149,7 @@ pub(super) struct ChatMaker<'a> {
     pub(super) tokenizer: &'a Tokenizer,
     /// The template; none where no file has one.
     pub(super) template: Option<&'a ChatTemplate>,
-    /// The token behind a completion of plain text.
+    /// The token after a completion of plain text.
     pub(super) end: Option<u32>,
 }
 

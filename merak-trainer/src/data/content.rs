@@ -355,7 +355,7 @@ fn record_need(tokenizer: &Tokenizer, objective: Objective) -> Need {
         Objective::SequenceClassification => TEXT_BYTES,
         // With the lengths of both sequences before they are cut.
         Objective::SequenceToSequence => PAIR_BYTES + 2 * size_of::<usize>(),
-        // The token behind a text, which takes less than the text's own line end.
+        // The token after a text, which takes less than the text's own line end.
         _ => 0,
     };
     Need {

@@ -36,7 +36,7 @@ const MOST_COUNTED: usize = 16 << 20;
 impl Corpus {
     /// Reads and tokenizes the text that `data.path` names, or the sources of the crates where it
     /// names none. Documents follow each other in the order of their paths, each with the token
-    /// that ends a document behind it.
+    /// that ends a document after it.
     ///
     /// # Errors
     ///
@@ -54,7 +54,7 @@ impl Corpus {
         )
     }
 
-    /// Tokenizes documents, each with the token that ends a document behind it.
+    /// Tokenizes documents, each with the token that ends a document after it.
     pub(super) fn of_documents(
         tokenizer: Tokenizer,
         texts: &Documents,
@@ -65,7 +65,7 @@ impl Corpus {
         Self::of(tokenizer, texts, validation_fraction, description)
     }
 
-    /// Tokenizes texts, each with the token that ends a document behind it.
+    /// Tokenizes texts, each with the token that ends a document after it.
     pub(super) fn of(
         tokenizer: Tokenizer,
         texts: impl Iterator<Item = Result<impl AsRef<[u8]>>>,

@@ -41,7 +41,7 @@ pub trait Dataset: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Whether there is none.
+    /// Whether there are no samples.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -64,7 +64,7 @@ pub trait Dataset: Send + Sync + fmt::Debug {
         self.get(index)
     }
 
-    /// The file or the like that a sample is, for people.
+    /// The name of a sample, such as that of its file, for people.
     fn name(&self, index: usize) -> Option<String> {
         let _ = index;
         None

@@ -246,7 +246,7 @@ const BLOCK: u64 = 64 << 10;
 /// The most blocks of all files together.
 const BLOCKS: u64 = 1024;
 
-/// Where the blocks begin in `bytes` bytes: one behind the other where they cover all, else the
+/// Where the blocks begin in `bytes` bytes: one after the other where they cover all, else the
 /// first at the beginning, the last at the end and the others evenly between them.
 fn blocks(bytes: u64) -> impl Iterator<Item = u64> {
     let count = bytes.div_ceil(BLOCK).min(BLOCKS);

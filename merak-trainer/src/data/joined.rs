@@ -26,7 +26,7 @@ impl Joined {
     fn find(&self, mut index: usize) -> (&dyn Dataset, usize) {
         let mut parts = self.0.iter().peekable();
         while let Some(part) = parts.next() {
-            // An index behind all samples is the last set's to refuse.
+            // An index beyond all samples is the last set's to refuse.
             if index < part.len() || parts.peek().is_none() {
                 return (&**part, index);
             }

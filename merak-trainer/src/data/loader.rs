@@ -42,7 +42,7 @@ impl Loader {
         Self::with_collation(dataset, requests, workers, Collation::default())
     }
 
-    /// The same with batches that are made in another way.
+    /// As [`Loader::new`], with batches that `collation` makes.
     ///
     /// # Errors
     ///

@@ -35,7 +35,7 @@ const MOST: usize = 16 * PIECE;
 ///
 /// A cut comes before a line end that follows a letter or digit of ASCII: there the patterns of
 /// byte-level BPE (GPT-2, Llama 3, Qwen) begin a new word, so the tokens are those of the whole
-/// text. Where [`MOST`] bytes have no such place, the cut comes behind a line end, else anywhere.
+/// text. Where [`MOST`] bytes have no such place, the cut comes after a line end, else anywhere.
 fn first_piece(text: &[u8], ends: bool) -> Option<usize> {
     for most in (PIECE..=MOST).step_by(PIECE) {
         if text.len() <= most {
@@ -102,7 +102,7 @@ pub(super) struct FileParts {
     path: PathBuf,
     file: Counted,
     kind: TextKind,
-    /// Whether the file goes on behind what is read of it.
+    /// Whether the file goes on after what is read of it.
     is_cut: bool,
     /// What was read and is in no piece yet.
     text: Vec<u8>,
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_text_behind_the_first_piece_is_named_by_its_place_in_the_file() {
+    fn what_is_no_text_after_the_first_piece_is_named_by_its_place_in_the_file() {
         let mut text = "line\n".repeat(100_000).into_bytes();
         text.extend(b"caf\xe9");
         let error = file_pieces(&text, TextKind::Utf8, u64::MAX).unwrap_err();

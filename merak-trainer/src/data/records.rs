@@ -139,7 +139,7 @@ fn list_parquet(input: Input<'_>, (need, available): (Need, u64)) -> Result<Docu
 pub(crate) type Parsed<'a> = Box<dyn Iterator<Item = Result<Record>> + Send + 'a>;
 
 impl Records {
-    /// Those that are parsed.
+    /// Records that are parsed already.
     pub(crate) fn parsed(parsed: Vec<Record>) -> Self {
         Self {
             documents: Vec::new(),
@@ -149,7 +149,7 @@ impl Records {
         }
     }
 
-    /// How many there are.
+    /// Number of records.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -263,7 +263,7 @@ impl Record {
         self.fields.values()
     }
 
-    /// Whether it has a field.
+    /// Whether the record has a field.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.fields.contains_key(name)
     }

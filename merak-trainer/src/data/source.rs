@@ -154,7 +154,7 @@ impl Source {
 
     /// The earlier tokens that a token sees in these data, which a model of the next token must be
     /// told ([`models::with_visible`](merak_trace::models::with_visible)): documents may stand side
-    /// by side, or padding before the tokens. To padding behind them no token attends.
+    /// by side, or padding before the tokens. To padding after them no token attends.
     ///
     /// # Errors
     ///

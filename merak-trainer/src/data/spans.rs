@@ -38,7 +38,7 @@ impl SpanCounts {
         self.tokens - self.noise + self.spans + 1
     }
 
-    /// Length of the decoder's output: each piece behind its sentinel, the end.
+    /// Length of the decoder's output: each piece after its sentinel, the end.
     pub fn target(&self) -> usize {
         self.noise + self.spans + 1
     }
@@ -84,7 +84,7 @@ impl Corruption {
 ///
 /// # Shapes
 ///
-/// Those of [`PairShape::sample`].
+/// As [`PairShape::sample`].
 #[derive(Debug, Clone)]
 pub struct SpanDataset {
     tokens: Tokens,

@@ -9,7 +9,7 @@ pub trait TokenStore: Send + Sync + fmt::Debug {
     /// Number of tokens.
     fn len(&self) -> usize;
 
-    /// Whether there is none.
+    /// Whether there are no tokens.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -71,7 +71,7 @@ impl Tokens {
         self.range.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
     }
@@ -84,7 +84,7 @@ impl Tokens {
     ///
     /// # Panics
     ///
-    /// When the range ends behind the part.
+    /// When the range ends beyond the part.
     pub fn read(&self, range: Range<usize>) -> Result<Cow<'_, [u32]>> {
         assert!(
             range.end <= self.len(),

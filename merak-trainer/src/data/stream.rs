@@ -30,7 +30,7 @@ pub trait SampleStream: Send + Sync + fmt::Debug {
     fn samples(&self, pass: u64) -> Result<Samples>;
 }
 
-/// A data set of a stream: sample i is the i-th of all passes, one behind the other.
+/// A data set of a stream: sample i is the i-th of all passes, one after the other.
 ///
 /// Training takes the samples in their order, and a run of it needs `max_steps`. Ranks ask for
 /// samples that lie near each other; the last ones stay in memory for the slower of them, and a
@@ -100,7 +100,7 @@ impl StreamDataset {
         }
     }
 
-    /// The same with each sample drawn from the next `buffer` of its pass that were not drawn yet.
+    /// This stream, each sample drawn from the next `buffer` of its pass that were not drawn yet.
     /// The draws depend on the seed alone.
     #[must_use]
     pub fn shuffled(self, buffer: usize, seed: u64) -> Self {
@@ -111,9 +111,9 @@ impl StreamDataset {
         }
     }
 
-    /// The same with `window` samples, instead of 1024, that stay in memory for slower ranks. Ranks
-    /// that are threads need those of two steps, and those that workers read ahead, or they read
-    /// the stream again and again.
+    /// This stream with `window` samples, instead of 1024, that stay in memory for slower ranks.
+    /// Ranks that are threads need the samples of two steps, and those that workers read ahead;
+    /// with fewer, they read the stream again and again.
     #[must_use]
     pub fn with_window(self, window: usize) -> Self {
         Self {
@@ -199,7 +199,7 @@ impl Dataset for StreamDataset {
         }
         while reader.next <= index {
             if let Err(error) = self.advance(&mut reader) {
-                // The next rank meets the error too, and no sample behind it.
+                // The next rank meets the error too, and no sample after it.
                 *reader = Reader::default();
                 return Err(error);
             }
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_come_in_their_order_and_passes_behind_each_other() {
+    fn samples_come_in_their_order_and_passes_after_each_other() {
         let data = stream(3);
         let found: Vec<_> = (0..7).map(|index| at(&data, index)).collect();
         let pass = |pass: usize| (0..3).map(move |number| (pass, number));

@@ -36,7 +36,7 @@ enum Derived {
 /// are pixels and become `x / 127.5 - 1`, as `ViTImageProcessor` has them.
 ///
 /// Labels of models that predict the next token stand at the position that predicts them; without
-/// labels they are made of `input_ids` (the next token, none behind the last or where one of the
+/// labels they are made of `input_ids` (the next token, none after the last or where one of the
 /// two is padding or in another document by `document_ids`). `decoder_input_ids` are made of
 /// `labels` where they are missing.
 #[derive(Debug)]

@@ -92,7 +92,7 @@ struct TokenParts {
     pieces: Box<dyn Iterator<Item = Result<TextPart>> + Send>,
     /// Tokens of no sample yet.
     tokens: Vec<u32>,
-    /// Tokens by which a sample lies behind the one before it.
+    /// Tokens from the beginning of a sample to that of the next one.
     stride: usize,
     is_first: bool,
 }

@@ -46,8 +46,8 @@ impl TokenDataset {
         })
     }
 
-    /// The same with the number of each token's document, which ends with a token `end`. The first
-    /// token of a document is no target: no token before it sees the document.
+    /// These samples with the number of each token's document, which ends with a token `end`. The
+    /// first token of a document is no target: no token before it sees the document.
     #[must_use]
     pub fn parted_by(self, end: u32) -> Self {
         Self {

@@ -27,7 +27,7 @@ impl PairShape {
     /// # Shapes
     ///
     /// `input_ids`, `attention_mask`: `[S]`; `decoder_input_ids`, `labels`: `[T]`, the latter
-    /// [`IGNORED_LABEL`] behind the target.
+    /// [`IGNORED_LABEL`] after the target.
     pub fn sample(&self, source: &[u32], target: &[u32]) -> Sample {
         let source = &source[..source.len().min(self.input)];
         let target = &target[..target.len().min(self.target)];

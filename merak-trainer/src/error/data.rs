@@ -68,7 +68,7 @@ pub enum DataError {
     NoLabels {
         /// `training` or `evaluation`.
         part: &'static str,
-        /// How many there are.
+        /// Number of its samples.
         samples: usize,
         /// The label that counts as none.
         ignored: i64,
@@ -291,7 +291,7 @@ pub enum DataError {
     NothingToShift,
     /// A tokenizer without tokens that the task needs, and a model without room for them.
     #[error(
-        "the tokenizer has no {what}, and the model's vocabulary of {vocab} leaves no room behind its {tokens} \
+        "the tokenizer has no {what}, and the model's vocabulary of {vocab} leaves no room after its {tokens} \
          tokens: use a tokenizer that has them, or a \"vocab_size\" of at least {needed}"
     )]
     SpareTokens {

@@ -126,7 +126,7 @@ pub(super) fn purpose_of_samples(part: &str) -> &'static str {
     }
 }
 
-/// What is wrong with a model's configuration, behind the name of its file.
+/// What is wrong with a model's configuration, after the name of its file.
 pub(super) fn of_model_file(error: &merak_trace::Error) -> String {
     match error {
         merak_trace::Error::ModelConfig { field, reason } => {

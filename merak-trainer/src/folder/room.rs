@@ -26,11 +26,11 @@ struct Room {
 /// What becomes of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
-    /// It stays, or there is none.
+    /// The run stays, or there is none.
     Stays,
-    /// It lies aside until the next one saves.
+    /// The run lies aside until the next one saves.
     Aside,
-    /// It is kept for good.
+    /// The run is kept for good.
     Kept,
     /// Its checkpoints after this step are kept for good, with a copy of its records.
     LaterKept(u64),

@@ -30,7 +30,8 @@ pub(super) const GUARD_BYTES: u64 = 32 << 10;
 /// blocks, and what planning and starting need for a while.
 pub(super) const HEAP_BYTES: u64 = 384 << 10;
 
-/// The same of a process: its plan, the measurement of exchanges, the allocator's margins.
+/// Addresses that the heap of a process takes so: its plan, the measurement of exchanges, the
+/// allocator's margins.
 pub(super) const PROCESS_BYTES: u64 = 16 << 20;
 
 /// The part of all values, as a divisor, that gaps in their memory take: small values lie in the

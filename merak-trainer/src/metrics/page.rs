@@ -38,12 +38,12 @@ pub struct Page {
     pub total_steps: usize,
 }
 
-/// What the ranks of the first pipeline did.
+/// What the ranks of the first pipeline ran and held.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Ran {
-    /// What they ran in their last steps, step after step.
+    /// The actions of their last steps, step after step.
     pub timeline: Timeline,
-    /// What they held.
+    /// The bytes that each of them held.
     pub memory: Vec<MemoryNeed>,
 }
 

@@ -30,7 +30,7 @@ pub struct PlanInputs {
 }
 
 impl PlanInputs {
-    /// The same with a loss of the caller's own in place of the model's cross-entropy.
+    /// These inputs with a loss of the caller's own in place of the model's cross-entropy.
     #[must_use]
     pub fn with_loss(self, loss_fn: LossFn, count: LossCount) -> Self {
         let loss = Some(CustomLoss { loss_fn, count });

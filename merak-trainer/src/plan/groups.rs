@@ -19,7 +19,7 @@ pub(crate) struct ParamGroups<'a> {
 }
 
 impl<'a> ParamGroups<'a> {
-    /// Those of all parameters of a model.
+    /// The groups of all parameters of a model.
     pub(crate) fn new(args: &'a CheckedArguments, model: &'a Graph) -> Self {
         let names = || model.params().iter().map(|param| param.name.as_str());
         let last = names().filter_map(layer_of).max();

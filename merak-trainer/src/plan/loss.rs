@@ -26,9 +26,9 @@ pub enum LossCount {
 /// A loss in place of the model's cross-entropy.
 #[derive(Clone)]
 pub struct CustomLoss {
-    /// Its nodes.
+    /// The function that adds the nodes of the loss.
     pub loss_fn: LossFn,
-    /// What it is divided by.
+    /// The count that divides the loss.
     pub count: LossCount,
 }
 

@@ -25,7 +25,7 @@ impl ForwardOutput {
     }
 
     /// Marks the logits of a model that is not rewritten yet, so that they are gathered where the
-    /// vocabulary is split. A node is added behind the others alone, so that cuts of the graph stay
+    /// vocabulary is split. A node is added after the others alone, so that cuts of the graph stay
     /// where they are.
     ///
     /// # Errors
@@ -39,7 +39,7 @@ impl ForwardOutput {
     }
 
     /// Marks the hidden states of a rewritten graph, of which the head has all. A node is added
-    /// behind the others alone.
+    /// after the others alone.
     ///
     /// # Errors
     /// [`PlanError::NoLogits`] where the loss is not made of logits, or these not by a linear

@@ -30,11 +30,11 @@ pub(crate) struct StageValues {
 /// Where a stage finds a parameter.
 #[derive(Debug, Clone)]
 enum Place {
-    /// It lies in memory.
+    /// In memory.
     Held(Value),
-    /// It lies in memory, and after a step waits for a bucket that other ranks send.
+    /// In memory; after a step, it waits for a bucket that other ranks send.
     Arriving { value: Value, bucket: usize },
-    /// It is one of a bucket's parameters.
+    /// Among the parameters of a bucket.
     Gathered { bucket: usize, index: usize },
 }
 
@@ -153,7 +153,7 @@ impl Params for StageValues {
 const OTHERS_BEFORE_RETURN: usize = 1;
 
 /// The visits of a pass that reads buckets in this order. The last bucket stays, since the next
-/// pass may begin with it, as a backward does behind its forward.
+/// pass may begin with it, as a backward does after its forward.
 fn course(reads: &[usize]) -> Vec<Visit> {
     let visit = |(at, &bucket): (usize, &usize)| {
         let rest = &reads[at + 1..];
@@ -245,7 +245,7 @@ impl Buckets {
             .filter(|(_, param)| param.trainable);
         for (position, (index, param)) in trained.enumerate() {
             let start = layout.range(position).start;
-            // A parameter without elements may lie behind the last bucket.
+            // A parameter without elements may lie after the last bucket.
             let buckets = layout.buckets();
             let last = buckets.len().saturating_sub(1);
             let bucket = buckets.partition_point(|b| b.flat.end <= start).min(last);

@@ -15,7 +15,7 @@ use std::ops::Range;
 enum Memory {
     /// In the first buffer of the store, from step to step.
     Whole,
-    /// In a buffer for each bucket, behind the first one, which has what the rank keeps of them. A
+    /// In a buffer for each bucket, after the first one, which has what the rank keeps of them. A
     /// bucket's buffer is empty from its reduction to the next addition.
     ByBucket,
 }
@@ -27,7 +27,7 @@ pub(super) struct Completion {
     /// For each slot of the store, the buckets that its range lies in.
     buckets_of: Vec<Range<usize>>,
     /// For each bucket the slots that lie in it; none where a part of it is a sum over the uses of
-    /// a weight, which is made behind the backward.
+    /// a weight, which is made after the backward.
     slots_in: Vec<Option<usize>>,
     /// The elements of each bucket.
     lens: Vec<usize>,

@@ -35,9 +35,9 @@ pub(crate) struct StepResult {
 /// The next positions of some sequences, which pass as one microbatch.
 #[derive(Debug)]
 pub(crate) struct Decoded<'a> {
-    /// For each stage of the rank, for all these positions.
+    /// The programs of the rank's stages for all these positions.
     pub(crate) programs: Arc<[Interpreter]>,
-    /// The same for the positions that go on after the last attention, where these are fewer.
+    /// Their programs for the positions that go on after the last attention, where these are fewer.
     pub(crate) tails: Option<Arc<[Interpreter]>>,
     /// The stage with the model's last attention.
     pub(crate) last_attention: usize,

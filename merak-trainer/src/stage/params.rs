@@ -296,7 +296,7 @@ impl StageParams {
         });
     }
 
-    /// The same with values in `f32`, which are rounded where they are kept in 16 bits.
+    /// As [`StageParams::write`], with values in `f32`, rounded where they are kept in 16 bits.
     pub(crate) fn write_floats(&mut self, change: &mut dyn FnMut(usize, &mut [f32])) {
         let places = Arc::clone(&self.memory.places);
         self.write(&mut |index, bytes| match places[index].dtype {

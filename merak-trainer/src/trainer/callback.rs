@@ -17,7 +17,7 @@ use std::{
     reason = "any of them may be asked for, as in transformers"
 )]
 pub struct TrainerControl {
-    /// Ends training behind this step, as the last step would.
+    /// Ends training after this step, as the last step would.
     pub should_training_stop: bool,
     /// Saves a checkpoint of this step; without effect where the arguments ask for no checkpoints.
     pub should_save: bool,

@@ -48,7 +48,7 @@ pub struct Rollback {
     pub loss: f64,
     /// What was wrong with it.
     pub cause: Divergence,
-    /// The step of the checkpoint that training goes on from, with the data behind those of the
+    /// The step of the checkpoint that training goes on from, with the data after those of the
     /// step that diverged.
     pub to_step: usize,
 }
@@ -175,7 +175,7 @@ impl MerakTrainer {
                 step = rollback.step,
                 loss = rollback.loss,
                 to_step,
-                "{}: training goes back to its last checkpoint, and on behind these data",
+                "{}: training goes back to its last checkpoint, and on after these data",
                 rollback.cause
             );
         }

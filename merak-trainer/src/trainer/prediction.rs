@@ -115,7 +115,7 @@ impl MerakTrainer {
         self.predict_as(data, kind)
     }
 
-    /// The same with predictions of a kind.
+    /// As [`MerakTrainer::predict`], with predictions of a given kind.
     ///
     /// # Errors
     /// As [`MerakTrainer::predict`], and when the model has no logits, or no head, of its own.

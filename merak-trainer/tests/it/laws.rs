@@ -5,7 +5,7 @@ mod best; // the best model of a run
 mod bf16; // L1 to L3: weights of bf16
 mod control; // callbacks that act
 mod data; // samples: their order, their names, their evaluation
-mod divergence; // back to the last checkpoint, and on behind the data
+mod divergence; // back to the last checkpoint, and on after the data
 mod early; // gradients are reduced while the backward goes on
 pub(crate) mod encoders; // L1, L2: masked tokens, classes, translations, images
 pub(crate) mod generation; // N20: the same tokens from every topology

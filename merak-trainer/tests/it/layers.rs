@@ -22,7 +22,7 @@ fn sources(folder: &Path, found: &mut Vec<(String, String)>) {
     }
 }
 
-/// The modules that a file names behind `crate::`, without those of its tests.
+/// The modules that a file names after `crate::`, without those of its tests.
 fn imported(text: &str) -> Vec<&str> {
     let code = text.split("#[cfg(test)]\nmod tests {").next();
     let code = code.unwrap_or_default().split("crate::").skip(1);

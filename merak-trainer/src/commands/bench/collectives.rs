@@ -32,7 +32,7 @@ pub(crate) struct Collectives {
     /// each rank.
     #[arg(long, value_delimiter = ',', default_value = "4KiB,256KiB,16MiB", value_parser = parse_byte_size)]
     bytes: Vec<u64>,
-    /// Times that each is run, behind a barrier; the median of the slowest rank's times counts.
+    /// Times that each is run, after a barrier; the median of the slowest rank's times counts.
     #[arg(long, default_value_t = 21)]
     steps: usize,
 }

@@ -166,7 +166,7 @@ impl Lines {
         let mut rest = bytes;
         while let Some(&first) = rest.first() {
             let is_end = |byte: &u8| matches!(byte, b'\n' | b'\r');
-            // A line feed behind a carriage return belongs to it.
+            // A line feed after a carriage return belongs to it.
             if std::mem::take(&mut self.after_return) && first == b'\n' {
                 rest = &rest[1..];
                 continue;

@@ -27,7 +27,7 @@ pub(super) enum Program {
 /// A command line that cannot be launched.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Unfit {
-    #[error("no command behind the options: write merak launch -n 2 -- train CONFIG")]
+    #[error("no command after the options: write merak launch -n 2 -- train CONFIG")]
     Empty,
     #[error("`merak launch` starts other commands, not itself")]
     Itself,

@@ -84,9 +84,9 @@ struct Ranks<'a> {
 #[derive(Debug, Clone, Copy)]
 enum Ending {
     No,
-    /// They may end by themselves until then.
+    /// The ranks may end by themselves until then.
     ByThemselves(Instant),
-    /// They were told to, and are killed then.
+    /// The ranks were told to end, and are killed then.
     Asked(Instant),
     Killed,
 }

@@ -21,7 +21,7 @@ const STOPS: [i32; 4] = [SIGHUP, SIGINT, SIGTERM, SIGUSR1];
 pub(super) struct End {
     pub(super) rank: usize,
     pub(super) how: How,
-    /// Whether it was told to end because of another rank.
+    /// Whether the rank was told to end because of another one.
     pub(super) asked: bool,
 }
 
@@ -89,7 +89,7 @@ impl End {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Done,
-    /// They ended by a signal that was passed on to them.
+    /// The ranks ended by a signal that was passed on to them.
     Stopped(u8),
     /// The rank that failed first.
     Failed(End),

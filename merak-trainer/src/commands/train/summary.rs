@@ -188,7 +188,7 @@ fn tell_steps(output: &TrainOutput, text: &mut String) {
     if output.rollbacks > 0 {
         let _ = writeln!(
             text,
-            "returned  {} times to the last checkpoint, and on behind the data that diverged",
+            "returned  {} times to the last checkpoint, and on after the data that diverged",
             output.rollbacks
         );
     }

@@ -12,7 +12,7 @@ pub(super) struct LocalTime {
 }
 
 impl LocalTime {
-    /// This moment.
+    /// The present moment.
     pub(super) fn now() -> Self {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {

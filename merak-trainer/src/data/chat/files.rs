@@ -52,7 +52,7 @@ const SPECIAL_TOKENS: [&str; 7] = [
 pub(in crate::data) struct Written {
     pub(in crate::data) path: PathBuf,
     text: String,
-    /// Whether it is one of several in its file.
+    /// Whether the file has several templates.
     is_one_of_several: bool,
 }
 

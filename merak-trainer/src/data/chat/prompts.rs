@@ -38,7 +38,7 @@ impl ChatPrompts {
         }))
     }
 
-    /// The text of a chat with a question of the user, perhaps behind a `system` message, up to
+    /// The text of a chat with a question of the user, perhaps after a `system` message, up to
     /// where the answer begins. The special tokens around it are part of the text.
     ///
     /// # Errors

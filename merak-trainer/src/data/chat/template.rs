@@ -27,7 +27,7 @@ const FUEL: u64 = 50_000_000;
 pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
     special_tokens: Map<String, Value>,
-    /// Whether it says itself, in `{% generation %}` blocks, what a model is to learn.
+    /// Whether the template says in `{% generation %}` blocks what a model is to learn.
     has_generation: bool,
     /// The template for chats with tools, where they have one of their own.
     tool_use: Option<Box<Self>>,
@@ -94,7 +94,7 @@ impl ChatTemplate {
         })
     }
 
-    /// The same with a template of their own for chats with tools.
+    /// This template with another one for chats with tools.
     pub(super) fn with_tool_use(self, tool_use: Option<Self>) -> Self {
         Self {
             tool_use: tool_use.map(Box::new),

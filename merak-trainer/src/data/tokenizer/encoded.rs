@@ -18,7 +18,7 @@ pub struct Encoded {
 impl Tokenizer {
     /// Texts or pairs of texts, each with the special tokens that a tokenizer file puts around it,
     /// in at most `max_len` tokens: the longer text of a pair is cut first. The byte vocabulary
-    /// puts its end of a document before the first text and behind each.
+    /// puts its end of a document before the first text and after each.
     ///
     /// # Errors
     ///

@@ -153,7 +153,7 @@ impl Axis {
         }
     }
 
-    /// The same from the tick below to the tick above.
+    /// This axis, extended to the tick below and the tick above.
     fn between_ticks(mut self) -> Self {
         self.low = (self.low / self.step).floor() * self.step;
         self.high = (self.high / self.step).ceil() * self.step;

@@ -359,7 +359,7 @@ impl<'a> Generation<'a> {
     }
 }
 
-/// The tokens of a pass as one sequence, behind that of the encoder if there is one.
+/// The tokens of a pass as one sequence, after that of the encoder if there is one.
 fn batch(pass: &Pass, has_encoder: bool) -> Batch {
     let tensor = |name: &str, ids: &[i64]| {
         let tensor = SampleTensor::new(vec![1, ids.len()], ids.to_vec());

@@ -52,12 +52,12 @@ impl<'a> StopStrings<'a> {
         let before = before.trim_end_matches(char::REPLACEMENT_CHARACTER).len();
         self.strings
             .iter()
-            .any(|stop| ends_behind(&text, stop, before))
+            .any(|stop| ends_after(&text, stop, before))
     }
 }
 
-/// Whether an occurrence of `stop` ends behind the first `before` bytes.
-fn ends_behind(text: &str, stop: &str, before: usize) -> bool {
+/// Whether an occurrence of `stop` ends after the first `before` bytes.
+fn ends_after(text: &str, stop: &str, before: usize) -> bool {
     let first = (before + 1).saturating_sub(stop.len()).min(text.len());
     let first = (0..=first).rev().find(|&at| text.is_char_boundary(at));
     let rest = &text[first.unwrap_or(0)..];
@@ -71,13 +71,13 @@ mod tests {
 
     #[test]
     fn an_occurrence_counts_when_its_end_is_new() {
-        assert!(ends_behind("xaa", "aa", 2));
-        assert!(ends_behind("aaa", "aa", 2), "it overlaps an older one");
-        assert!(!ends_behind("aab", "aa", 2));
-        assert!(ends_behind("aabc", "ab", 2), "more may follow in the token");
-        assert!(!ends_behind("abcd", "ab", 2));
-        assert!(!ends_behind("ab", "", 1) && !ends_behind("a", "ab", 0));
-        assert!(ends_behind("größe", "öße", 5));
+        assert!(ends_after("xaa", "aa", 2));
+        assert!(ends_after("aaa", "aa", 2), "it overlaps an older one");
+        assert!(!ends_after("aab", "aa", 2));
+        assert!(ends_after("aabc", "ab", 2), "more may follow in the token");
+        assert!(!ends_after("abcd", "ab", 2));
+        assert!(!ends_after("ab", "", 1) && !ends_after("a", "ab", 0));
+        assert!(ends_after("größe", "öße", 5));
     }
 
     #[test]

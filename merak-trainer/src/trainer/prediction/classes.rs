@@ -89,7 +89,7 @@ impl ClassCounts {
         ]
     }
 
-    /// The same by name.
+    /// The metrics by name.
     pub(in crate::trainer) fn named(metrics: &[f64]) -> BTreeMap<String, f64> {
         let names = Self::NAMES.map(str::to_owned).into_iter();
         names.zip(metrics.iter().copied()).collect()

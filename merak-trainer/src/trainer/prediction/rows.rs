@@ -31,7 +31,7 @@ impl Rows {
         let rows = predicted.shape[0];
         let (size, width) = (predicted.of_sample(), predicted.width());
         let of_labels = labels.len() / rows;
-        // Rows behind the samples are filled up.
+        // Rows after the samples are filled up.
         for (row, &sample) in samples.iter().enumerate() {
             let values = &predicted.values[row * size..][..size];
             let labels = &labels[row * of_labels..][..of_labels];

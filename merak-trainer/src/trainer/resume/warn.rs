@@ -64,7 +64,7 @@ fn warn_of_data(plan: &Plan, parts: &TrainerParts, saved: &RunState, checkpoint:
             %path,
             saved,
             now,
-            "\"seq_length\" is not that of the checkpoint: training goes on behind as many samples of the new length"
+            "\"seq_length\" is not that of the checkpoint: training goes on after as many samples of the new length"
         );
     }
     let (Some(saved), Some(now)) = (saved.data, parts.fingerprint) else {
@@ -85,14 +85,14 @@ fn warn_of_data(plan: &Plan, parts: &TrainerParts, saved: &RunState, checkpoint:
     {
         tracing::warn!(
             %path,
-            "the data are a stream now: training goes on in it behind as many samples as the epoch has used"
+            "the data are a stream now: training goes on in it after as many samples as the epoch has used"
         );
     } else if saved.samples != now.samples && now.samples > 0 && length.is_none() {
         tracing::warn!(
             %path,
             saved = saved.samples,
             now = now.samples,
-            "the same data make another number of training samples: training goes on behind as many of them"
+            "the same data make another number of training samples: training goes on after as many of them"
         );
     }
 }
@@ -105,8 +105,8 @@ fn warn_of_batch(args: &CheckedArguments, saved: &RunState, checkpoint: &Checkpo
             path = %checkpoint.path().display(),
             saved,
             now,
-            "a step has another number of samples than in the checkpoint's run: training goes on behind the samples \
-             that it has seen, and the learning rate behind its steps"
+            "a step has another number of samples than in the checkpoint's run: training goes on after the samples \
+             that it has seen, and the learning rate after its steps"
         );
     }
 }

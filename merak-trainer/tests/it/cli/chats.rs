@@ -179,7 +179,7 @@ fn a_question_becomes_a_prompt_by_the_template_and_the_answer_alone_is_printed()
     place.succeed("train merak.toml --max_steps 40 --do_eval false");
     let ask = "generate run --temperature 0 --max-new-tokens 4";
     let chat = place.succeed(&format!("{ask} --chat --prompt 3?"));
-    // The template's line breaks behind an expression stay.
+    // The template's line breaks after an expression stay.
     let prompt = "<user>3?\n\n<assistant>";
     let ids: Vec<_> = prompt.bytes().map(|byte| byte.to_string()).collect();
     let text = place.succeed(&format!("{ask} --prompt-ids {}", ids.join(",")));
@@ -244,7 +244,7 @@ fn the_chats_of_the_readme_are_learned_and_asked_by_its_own_files_and_commands()
 }
 
 #[test]
-fn the_padding_behind_a_chat_is_no_part_of_its_embedding() {
+fn the_padding_after_a_chat_is_no_part_of_its_embedding() {
     let place = place(&lines(talk));
     place.succeed("train merak.toml --max_steps 1");
     let embeddings = |keys: &str| {

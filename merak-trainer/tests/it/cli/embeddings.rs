@@ -71,7 +71,7 @@ fn check(case: &str) {
 }
 
 #[test]
-fn decoders_leave_out_padding_behind_and_before_the_tokens() {
+fn decoders_leave_out_padding_after_and_before_the_tokens() {
     check("gpt2");
     check("llama-left");
 }

@@ -319,7 +319,7 @@ fn t5_learns_pairs_of_texts() {
         |_: usize, phrase: &str| json!({ "source": phrase, "target": phrase.split(' ').next() });
     place.write("pairs.jsonl", &lines(pair));
     same_everywhere(&place);
-    // Less padding behind the target changes nothing but the order of sums; masks of dropout know
+    // Less padding after the target changes nothing but the order of sums; masks of dropout know
     // positions.
     let mut without_dropout = t5();
     without_dropout["dropout_rate"] = 0.into();
@@ -377,7 +377,7 @@ fn a_file_of_tensors_feeds_any_family() {
         &[("input_ids", Dtype::I64, vec![20, 12], ids(20, 12))],
     );
     let losses = same_everywhere(&causal);
-    // The same with its labels: the next token, none behind the last.
+    // The same with its labels: the next token, none after the last.
     let labels = (0..20 * 12).flat_map(|i: i64| {
         let label = if i % 12 == 11 {
             -100
@@ -420,7 +420,7 @@ fn a_file_of_tensors_feeds_any_family() {
     same_everywhere(&masked);
 }
 
-/// Twenty samples of eight positions: with padding behind five tokens or before them, and with
+/// Twenty samples of eight positions: with padding after five tokens or before them, and with
 /// another token there.
 fn padded(model: &Value) -> Workplace {
     let place = place(model, "tensors", "behind.safetensors");
@@ -464,7 +464,7 @@ fn positions_of_opt_count_tokens_alone() {
 }
 
 #[test]
-fn padding_before_or_behind_the_tokens_is_hidden() {
+fn padding_before_or_after_the_tokens_is_hidden() {
     let place = padded(&gpt2());
     let losses = |name: &str| trained(&place, &format!("--data.path {name}.safetensors"));
     assert_eq!(losses("behind"), losses("other"), "the token of padding");
@@ -548,10 +548,10 @@ fn a_family_fed_with_another_kind_of_data_says_what_it_learns() {
     assert_snapshot!(refused(&t5(), "text", "--seq_length 2"), @r#"error: "seq_length" is 2, but span corruption needs at least 3 (command line --seq_length)"#);
     let mut narrow = bert("BertForMaskedLM");
     narrow["vocab_size"] = 257.into();
-    assert_snapshot!(refused(&narrow, "text", ""), @r#"error: the tokenizer has no token for what is hidden, [MASK] or <mask>, and the model's vocabulary of 257 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 258 ("model.config", merak.toml:12)"#);
+    assert_snapshot!(refused(&narrow, "text", ""), @r#"error: the tokenizer has no token for what is hidden, [MASK] or <mask>, and the model's vocabulary of 257 leaves no room after its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 258 ("model.config", merak.toml:12)"#);
     let mut narrow = t5();
     narrow["vocab_size"] = 259.into();
-    assert_snapshot!(refused(&narrow, "text", "--data.mean_noise_span_length 1"), @r#"error: the tokenizer has no tokens for 3 left-out pieces, <extra_id_0> and so on, and the model's vocabulary of 259 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 260 ("model.config", merak.toml:12)"#);
+    assert_snapshot!(refused(&narrow, "text", "--data.mean_noise_span_length 1"), @r#"error: the tokenizer has no tokens for 3 left-out pieces, <extra_id_0> and so on, and the model's vocabulary of 259 leaves no room after its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 260 ("model.config", merak.toml:12)"#);
     assert_snapshot!(refused(&t5(), "text", "--data.mlm_probability 1"), @r#"error: "data.mlm_probability" is 1 (command line --data.mlm_probability), but must be more than 0 and less than 1"#);
     assert_snapshot!(refused(&t5(), "text", "--data.random_replace_prob 0.3"), @r#"error: "data.random_replace_prob" is 0.3 (command line --data.random_replace_prob), but must be at least 0 and, with "data.mask_replace_prob" 0.8, at most 1"#);
     assert_snapshot!(refused(&gpt2(), "text", "--data.mlm_probability 0.2"), @r#"error: "data.mlm_probability" is 0.2 (command line --data.mlm_probability), but must be 0.15, its default: it does nothing for this gpt2 model for causal language modelling on such data"#);

@@ -115,7 +115,7 @@ fn numbers(lines: &[String]) -> Vec<u32> {
 }
 
 #[test]
-fn every_rank_is_told_its_place_and_prints_behind_its_number() {
+fn every_rank_is_told_its_place_and_prints_after_its_number() {
     let place = Workplace::new();
     let script = "echo $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT; \
                   echo of $RANK >&2; printf unfinished";
@@ -370,7 +370,7 @@ fn a_command_that_cannot_be_launched_is_refused_with_what_can() {
     assert_snapshot!(told("-n 2 -- trian merak.toml"), @r#"error: "trian" is neither a command of merak nor a program that is found; did you mean "train"?"#);
     assert_snapshot!(told("-n 2 -- ./no-program"), @r#"error: "./no-program" is neither a command of merak nor a program that is found"#);
     assert_snapshot!(told("-n 2 -- launch -n 2 -- train"), @"error: `merak launch` starts other commands, not itself");
-    assert_snapshot!(told("-n 2 -- merak"), @"error: no command behind the options: write merak launch -n 2 -- train CONFIG");
+    assert_snapshot!(told("-n 2 -- merak"), @"error: no command after the options: write merak launch -n 2 -- train CONFIG");
     assert_snapshot!(told("-n 2 -- ./merak.toml"), @r#"error: cannot start rank 0 as ./merak.toml: Permission denied (os error 13)"#);
     let taken = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let port = taken.local_addr().expect("an address").port();

@@ -372,7 +372,7 @@ fn slips_are_answered_with_what_was_probably_meant() {
     place.write("colon.yaml", "tp:2\n");
     assert_snapshot!(place.mistake("config section.toml"), @r#"error: unknown key "modle" (section.toml:1); did you mean "model"?"#);
     assert_snapshot!(place.mistake("config key.toml"), @r#"error: unknown key "confg" (key.toml:1); did you mean "model.config"?"#);
-    assert_snapshot!(place.mistake("config colon.yaml"), @"error: cannot parse the configuration colon.yaml: the file holds no table of keys: put a blank behind each key's colon, as in tp: 2");
+    assert_snapshot!(place.mistake("config colon.yaml"), @"error: cannot parse the configuration colon.yaml: the file holds no table of keys: put a blank after each key's colon, as in tp: 2");
     let message = place.mistake("config merak.toml --set optim=adamw");
     assert!(
         message.contains("did you mean \"adamw_torch\"?"),
@@ -399,7 +399,7 @@ fn slips_are_answered_with_what_was_probably_meant() {
 }
 
 #[test]
-fn every_mistyped_option_behind_the_file_gets_its_hint() {
+fn every_mistyped_option_after_the_file_gets_its_hint() {
     let place = Workplace::new();
     assert_snapshot!(place.mistake("train merak.toml --tp 2 --pq 3 --learning_rat 1 --dry-rum"), @r#"error: unknown key "pq" (command line --pq); did you mean "pp"? and unknown key "learning_rat" (command line --learning_rat); did you mean "learning_rate"? and unknown key "dry_rum" (command line --dry-rum); did you mean "--dry-run"?"#);
     assert_snapshot!(place.mistake("config merak.toml --tp 2 --jsn"), @r#"error: unknown key "jsn" (command line --jsn); did you mean "--json"?"#);

@@ -155,11 +155,11 @@ fn a_guarded_run_goes_back_from_data_that_are_not_finite_and_says_so() {
     ");
     for (step, to_step) in [(3, 2), (4, 3), (6, 5), (7, 6)] {
         let told = format!(
-            "training goes back to its last checkpoint, and on behind these data step={step} loss=NaN to_step={to_step}"
+            "training goes back to its last checkpoint, and on after these data step={step} loss=NaN to_step={to_step}"
         );
         assert!(ended.stderr.contains(&told), "{told}: {}", ended.stderr);
     }
-    let told = "returned  4 times to the last checkpoint, and on behind the data that diverged\n";
+    let told = "returned  4 times to the last checkpoint, and on after the data that diverged\n";
     assert!(ended.stdout.contains(told), "{}", ended.stdout);
     // Each step was made once with data that are finite.
     assert_eq!(losses(&place).len(), 9);
@@ -188,7 +188,7 @@ fn a_guarded_run_goes_back_from_a_spike_and_takes_its_data_no_more() {
     step 16: back to step 15, as the loss is far above the median
     step 21: back to step 20, as the loss is far above the median
     ");
-    let told = "returned  3 times to the last checkpoint, and on behind the data that diverged\n";
+    let told = "returned  3 times to the last checkpoint, and on after the data that diverged\n";
     assert!(ended.stdout.contains(told), "{}", ended.stdout);
     // The text that spoils a step is met once for each return.
     let losses = losses(&place);

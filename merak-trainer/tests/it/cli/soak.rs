@@ -119,7 +119,7 @@ fn a_run_of_threads_that_is_killed_whole_ends_on_its_curve_when_resumed() {
         .stdout(Stdio::null())
         .stderr(Stdio::null());
     let (mut child, start) = (command.spawn().expect("the command starts"), Instant::now());
-    // The second checkpoint is written before the step behind it is recorded.
+    // The second checkpoint is written before the step after it is recorded.
     let has_saved_twice = || {
         steps(&place, "broken")
             .last()

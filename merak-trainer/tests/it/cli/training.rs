@@ -251,7 +251,7 @@ fn a_checkpoint_of_one_rank_is_cut_for_tensor_parallel_ranks() {
         let name = format!("transformer.h.0.{name}.weight");
         cut.tensor(&Kind::Parameter, &name).unwrap().slices.len()
     };
-    // Each of q, k and v by its heads; rows of the projection behind; norms stay whole.
+    // Each of q, k and v by its heads; rows of the projection after them; norms stay whole.
     assert_eq!(
         [slices("attn.c_attn"), slices("attn.c_proj"), slices("ln_1")],
         [6, 2, 1]

@@ -148,7 +148,7 @@ fn t5_with_a_head_of_its_own(place: &Workplace) -> f64 {
     assert_eq!(golden["config"]["tie_word_embeddings"], true);
     write_model(place, &golden);
 
-    // The samples of `make.py`, the second of which has padding behind its tokens.
+    // The samples of `make.py`, the second of which has padding after its tokens.
     let token = |index: usize, t: usize| i64::try_from((7 * index + (t + index) * t) % 31);
     let real = |index: usize| if index == 1 { 6 } else { 8 };
     let rows = |len: usize, at: &dyn Fn(usize, usize) -> i64| -> Vec<u8> {

@@ -122,7 +122,7 @@ fn a_spike_takes_the_run_back_past_the_data_on_every_topology() {
 }
 
 #[test]
-fn a_resumed_run_goes_on_behind_the_skipped_data_bit_for_bit() {
+fn a_resumed_run_goes_on_after_the_skipped_data_bit_for_bit() {
     let train = |case: &Case| {
         let ends = case.on_ranks(|trainer| Ok((trainer.train()?.rollbacks, trainer.parameters()?)));
         let (rollbacks, weights) = &ends[0];

@@ -30,7 +30,7 @@ pub(super) fn check(case: &Case, cases: &[Case], steps: usize) {
 
 #[test]
 fn every_family_trains_like_one_rank() {
-    // Windows, norms of heads, positions behind padding; Llama's key heads are fewer than four.
+    // Windows, norms of heads, positions after padding; Llama's key heads are fewer than four.
     let decoders = [("gpt2", Case::gpt2()), ("llama", Case::llama())];
     for (_, case) in decoders.into_iter().chain(Case::relatives()) {
         let case = case.with_dropout(0.1);

@@ -12,7 +12,7 @@ use crate::support::{Case, SEQ, Tokens, VOCAB};
 
 const SAMPLES: usize = 37;
 
-/// [`Tokens`] with padding, in front or behind, of which some samples consist.
+/// [`Tokens`] with padding, before or after, of which some samples consist.
 #[derive(Debug)]
 struct Padded;
 
