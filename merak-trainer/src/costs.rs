@@ -260,14 +260,7 @@ mod tests {
         };
         let threads = arguments.check().unwrap();
         let on = |of_ranks: [u32; 2], core_sharers| {
-            let host = Host {
-                engine: ChosenEngine::Tcp,
-                number: 0,
-                of_ranks: of_ranks.into(),
-                names: Vec::new(),
-                core_sharers,
-                shared_bytes: 0,
-            };
+            let host = Host::of_processes(&of_ranks, core_sharers);
             pipeline_cores(&threads.clone().on(host))
         };
         let is_near = |found: f64, expected: f64| (found - expected).abs() < 1e-12;
@@ -305,11 +298,7 @@ mod tests {
             for engine in [ChosenEngine::Tcp, ChosenEngine::Mpi] {
                 let processes = threads.clone().on(Host {
                     engine,
-                    number: 0,
-                    of_ranks: of_ranks.into(),
-                    names: Vec::new(),
-                    core_sharers: 1,
-                    shared_bytes: 0,
+                    ..Host::of_processes(&of_ranks, 1)
                 });
                 assert_eq!(pass_alone(&processes), expected, "{of_ranks:?}");
             }

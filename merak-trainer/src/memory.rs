@@ -456,11 +456,8 @@ mod tests {
         let threads = |engine, shared_bytes| {
             let args = args.clone().on(Host {
                 engine,
-                number: 0,
-                of_ranks: vec![0; 4],
-                names: Vec::new(),
-                core_sharers: 4,
                 shared_bytes,
+                ..Host::of_processes(&[0; 4], 4)
             });
             let memory = plan.run_memory(&args, &[Workload::Training], 0).unwrap();
             [memory.threads, mapped_bytes(&args, 0, 0)]

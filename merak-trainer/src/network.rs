@@ -499,14 +499,7 @@ mod tests {
 
     #[test]
     fn processes_need_memory_for_all_ranks_of_their_host_at_once() {
-        let processes = replicas(4).on(Host {
-            engine: ChosenEngine::Tcp,
-            number: 0,
-            of_ranks: vec![0, 0, 0, 1],
-            names: Vec::new(),
-            core_sharers: 3,
-            shared_bytes: 0,
-        });
+        let processes = replicas(4).on(Host::of_processes(&[0, 0, 0, 1], 3));
         let of_rank = 2 * SIZES[1] as u64;
         assert_eq!(Network::needed_bytes(&processes), 3 * of_rank);
     }

@@ -555,16 +555,7 @@ mod tests {
             ..MerakArguments::default()
         };
         let args = args.check().unwrap();
-        let bound = |core_sharers| {
-            args.clone().on(Host {
-                engine: ChosenEngine::Tcp,
-                number: 0,
-                of_ranks: vec![0; 3],
-                names: Vec::new(),
-                core_sharers,
-                shared_bytes: 0,
-            })
-        };
+        let bound = |core_sharers| args.clone().on(Host::of_processes(&[0; 3], core_sharers));
         let cores = num_cores();
         assert_eq!(threads_per_rank(&bound(1)), cores);
         assert_eq!(cores_here(&bound(1)), 3 * cores);

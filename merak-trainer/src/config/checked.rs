@@ -52,6 +52,21 @@ impl Host {
     }
 }
 
+#[cfg(test)]
+impl Host {
+    /// The first of the hosts of processes, where a number of ranks may run on a process's cores.
+    pub(crate) fn of_processes(of_ranks: &[u32], core_sharers: usize) -> Self {
+        Self {
+            engine: ChosenEngine::Tcp,
+            number: 0,
+            of_ranks: of_ranks.into(),
+            names: Vec::new(),
+            core_sharers,
+            shared_bytes: 0,
+        }
+    }
+}
+
 impl Deref for CheckedArguments {
     type Target = MerakArguments;
 
@@ -448,14 +463,7 @@ mod tests {
         let threads = CheckedArguments::of(arguments);
         assert_eq!(here(&threads), ([8, 1, 8], vec![4, 4]));
         // The ranks of a stage stand side by side.
-        let processes = threads.on(Host {
-            engine: ChosenEngine::Tcp,
-            number: 0,
-            of_ranks: vec![0, 0, 0, 1, 1, 0, 1, 1],
-            names: Vec::new(),
-            core_sharers: 2,
-            shared_bytes: 0,
-        });
+        let processes = threads.on(Host::of_processes(&[0, 0, 0, 1, 1, 0, 1, 1], 2));
         assert_eq!(here(&processes), ([4, 4, 2], vec![3, 1]));
     }
 
@@ -468,12 +476,8 @@ mod tests {
         let threads = CheckedArguments::of(arguments);
         let on = |of_ranks: [u32; 4], names: [&str; 2]| {
             let processes = threads.clone().on(Host {
-                engine: ChosenEngine::Tcp,
-                number: 0,
-                of_ranks: of_ranks.into(),
                 names: names.map(str::to_owned).into(),
-                core_sharers: 2,
-                shared_bytes: 0,
+                ..Host::of_processes(&of_ranks, 2)
             });
             processes.connection().unwrap()
         };
@@ -492,14 +496,7 @@ mod tests {
             ..MerakArguments::default()
         };
         let on = |of_ranks: [u32; 4]| {
-            let args = CheckedArguments::of(arguments.clone()).on(Host {
-                engine: ChosenEngine::Tcp,
-                number: 0,
-                of_ranks: of_ranks.into(),
-                names: Vec::new(),
-                core_sharers: 1,
-                shared_bytes: 0,
-            });
+            let args = CheckedArguments::of(arguments.clone()).on(Host::of_processes(&of_ranks, 1));
             [GroupKind::Tensor, GroupKind::Data].map(|kind| args.crosses_hosts(kind))
         };
         assert_eq!(on([0, 0, 0, 0]), [false, false]);

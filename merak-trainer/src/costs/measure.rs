@@ -206,16 +206,7 @@ mod tests {
         let programs = segments.programs(&graph, &[]).unwrap();
         let profiles = testing::tcp_world(2, |member| {
             let world = World::of_process(member, ChosenEngine::Tcp).unwrap();
-            let on = |core_sharers| {
-                args.clone().on(Host {
-                    engine: ChosenEngine::Tcp,
-                    number: 0,
-                    of_ranks: vec![0; 2],
-                    names: Vec::new(),
-                    core_sharers,
-                    shared_bytes: 0,
-                })
-            };
+            let on = |core_sharers| args.clone().on(Host::of_processes(&[0; 2], core_sharers));
             assert!(!have_cores(&on(num_cores() + 1), &world).unwrap());
             let args = on(1);
             assert!(have_cores(&args, &world).unwrap());

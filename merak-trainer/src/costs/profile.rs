@@ -474,12 +474,8 @@ mod tests {
             let world = World::of_process(member, ChosenEngine::Tcp).unwrap();
             let room = |shared_bytes, by_all| {
                 let args = args.clone().on(Host {
-                    engine: ChosenEngine::Tcp,
-                    number: 0,
-                    of_ranks: vec![0; 2],
-                    names: Vec::new(),
-                    core_sharers: 1,
                     shared_bytes,
+                    ..Host::of_processes(&[0; 2], 1)
                 });
                 has_room(&[], &args, &world, by_all, false).unwrap()
             };
