@@ -20,7 +20,7 @@ pub use self::{
     reporter::Reporter,
     screen::{EvaluationProgress, Screen},
     tensorboard::EventFile,
-    times::{Readable, StepTimes},
+    times::{Readable, StepTimes, median},
     tokenizing::TokenizingProgress,
 };
 pub use crate::{folder::METRICS_FILE, trainer::EvaluationMetrics};

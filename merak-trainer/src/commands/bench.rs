@@ -14,7 +14,7 @@ use merak_trainer::{
     CheckedArguments, Config, Error, Given, MerakTrainer, Plan, PlanInputs, Result, StepReport,
     TrainerParts, Workload,
     data::{Dataset, LABELS, Sample, SampleTensor},
-    metrics::{Screen, peak_device_bytes, peak_resident_bytes},
+    metrics::{Screen, median, peak_device_bytes, peak_resident_bytes},
     run_world,
 };
 use serde_json::json;
@@ -511,11 +511,6 @@ fn trainer_on(
         ..TrainerParts::default()
     };
     MerakTrainer::new(Arc::clone(plan), mpu, args, parts)
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// Random tokens: sample and position decide each.

@@ -120,9 +120,9 @@ impl Prepared {
             }
             Ok(prepared)
         };
-        let located = |error| config.locate(error);
-        let mut prepared = prepared_alike(prepare().map_err(located), config, world)?;
-        prepared.measure(!dry_run, world).map_err(located)?;
+        let mut prepared = prepared_alike(prepare(), config, world)?;
+        let measured = prepared.measure(!dry_run, world);
+        measured.map_err(|error| config.locate(error))?;
         world.check_same("the plan", &prepared.plan.digest()?)?;
         Ok(prepared)
     }
@@ -178,12 +178,7 @@ impl Prepared {
     /// # Communication
     /// Between processes, what agrees on failures.
     pub(crate) fn to_evaluate(config: &Config, world: &World) -> Result<Self> {
-        let prepared = Self::new(config, Purpose::Evaluate, world);
-        prepared_alike(
-            prepared.map_err(|error| config.locate(error)),
-            config,
-            world,
-        )
+        prepared_alike(Self::new(config, Purpose::Evaluate, world), config, world)
     }
 
     /// Prepares a forward of all the data, which then count as the validation part.
@@ -191,12 +186,7 @@ impl Prepared {
     /// # Communication
     /// As [`Prepared::to_evaluate`].
     pub(crate) fn to_predict(config: &Config, world: &World) -> Result<Self> {
-        let prepared = Self::new(config, Purpose::Predict, world);
-        prepared_alike(
-            prepared.map_err(|error| config.locate(error)),
-            config,
-            world,
-        )
+        prepared_alike(Self::new(config, Purpose::Predict, world), config, world)
     }
 
     fn new(config: &Config, purpose: Purpose, world: &World) -> Result<Self> {
@@ -356,6 +346,7 @@ impl Prepared {
 
 /// What this process has prepared, if all processes have prepared the same.
 fn prepared_alike(prepared: Result<Prepared>, config: &Config, world: &World) -> Result<Prepared> {
+    let prepared = prepared.map_err(|error| config.locate(error));
     let prepared = world.agree(prepared)?;
     world.check_same("the configuration", &config.to_common_toml())?;
     let model = world.agree(prepared.model_content())?;

@@ -1,6 +1,7 @@
 //! A backend that notes how long each kind of node takes.
 
 use super::profile::signature;
+use crate::metrics::median;
 use merak_mpu::{Buffer, DType};
 use merak_trace::{
     Backend, Call, GradStore, MemoryMeter, Param, ParamStore, Result, SharedBackend, TensorType,
@@ -35,10 +36,6 @@ impl Timed {
     /// The median time of each kind of node.
     pub(super) fn medians(&self) -> BTreeMap<String, f64> {
         let times = self.lock().clone().into_iter();
-        let median = |mut times: Vec<f64>| {
-            times.sort_by(f64::total_cmp);
-            times[times.len() / 2]
-        };
         times.map(|(node, times)| (node, median(times))).collect()
     }
 

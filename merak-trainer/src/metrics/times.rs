@@ -1,4 +1,4 @@
-//! Step times and what is left of a run.
+//! Times of steps, and what is left of a run.
 
 use std::{collections::VecDeque, fmt, time::Duration};
 
@@ -55,6 +55,13 @@ impl StepTimes {
     }
 }
 
+/// The middle of the sorted numbers, the upper one of two; NaN of none.
+pub fn median(mut numbers: Vec<f64>) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    let middle = numbers.get(numbers.len() / 2);
+    middle.copied().unwrap_or(f64::NAN)
+}
+
 /// A duration as people read it: `8s`, `3m 05s`, `2h 07m`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Readable(pub Duration);
@@ -81,6 +88,14 @@ mod tests {
             [readable(8), readable(185), readable(7620)],
             ["8s", "3m 05s", "2h 07m"]
         );
+    }
+
+    #[test]
+    fn the_median_of_an_even_count_is_the_upper_middle_one() {
+        let of = |numbers: &[f64]| median(numbers.to_vec()).to_bits();
+        assert_eq!(of(&[9.0, 1.0, 5.0]), 5_f64.to_bits());
+        assert_eq!(of(&[4.0, 1.0, 3.0, 2.0]), 3_f64.to_bits());
+        assert!(median(Vec::new()).is_nan());
     }
 
     #[test]

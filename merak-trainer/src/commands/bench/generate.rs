@@ -5,7 +5,8 @@ use merak_ckpt::{GenerateOptions, cli::at_least_one};
 use merak_trace::{Param, models::Model};
 use merak_trainer::{
     CheckedArguments, Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, Workload,
-    metrics::peak_resident_bytes, run_world,
+    metrics::{median, peak_resident_bytes},
+    run_world,
 };
 use serde_json::{Value, json};
 use std::{
@@ -14,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Gpt2Shape, median};
+use super::Gpt2Shape;
 
 /// Seconds of one round on a rank.
 struct Times {

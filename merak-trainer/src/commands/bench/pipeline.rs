@@ -1,12 +1,12 @@
 //! `merak bench pipeline`: schedules as they ran, beside the simulator's predictions.
 
-use super::{super::Failure, MadeUp, Options, configured, located, median, of_size, trainer_on};
+use super::{super::Failure, MadeUp, Options, configured, located, of_size, trainer_on};
 use clap::Args as ClapArgs;
 use merak_pipe::{Costs, ScheduleKind, Timeline, simulate_on};
 use merak_trace::models::{self, Model};
 use merak_trainer::{
     CheckedArguments, Config, CostModel, Plan, PlanInputs, Prediction, Result, StageTimes,
-    StepRecord, Workload, World, data::Dataset, run_world,
+    StepRecord, Workload, World, data::Dataset, metrics::median, run_world,
 };
 use serde_json::{Value, json};
 use std::sync::Arc;

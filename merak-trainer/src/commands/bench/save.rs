@@ -4,7 +4,7 @@ use clap::Args as ClapArgs;
 use merak_trace::models::Model;
 use merak_trainer::{
     CheckedArguments, Config, MerakTrainer, Plan, PlanInputs, Result, Workload, data::Dataset,
-    run_world,
+    metrics::median, run_world,
 };
 use serde_json::{Value, json};
 use std::{
@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Gpt2Shape, MadeUp, median, trainer_on};
+use super::{Gpt2Shape, MadeUp, trainer_on};
 
 /// Times checkpoints of a GPT that are written at once and while training goes on; prints one JSON
 /// line.

@@ -10,6 +10,7 @@ use crate::{
     },
     data::{DOCUMENT_IDS, integer_limit},
     error::Result,
+    metrics::median,
     network::Network,
     plan::ParamGroups,
     stage::{Executor, Stage, StageParams, StateRoom, equipped, grad_store, stages},
@@ -323,11 +324,6 @@ fn spread(mut times: Vec<f64>) -> f64 {
         (Some(low), Some(middle), Some(high)) if *middle > 0.0 => (high - low) / middle,
         _ => 0.0,
     }
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times.get(times.len() / 2).copied().unwrap_or_default()
 }
 
 #[cfg(test)]
