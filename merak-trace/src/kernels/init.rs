@@ -1,6 +1,11 @@
 //! Initial values of parameters that any rank can make for its own slice.
+#![expect(
+    clippy::inline_always,
+    reason = "numbers are made in registers only where that is inlined into its dispatch"
+)]
 
 use super::philox::{self, GROUP, Key};
+use super::simd::vectorize;
 use super::trig::{ln_of_normal, sin_cos};
 use super::{Float, Threads};
 
@@ -110,12 +115,17 @@ pub fn init<T: Float>(
     let chunks = out.chunks_mut(rows * cols).enumerate();
     threads.for_each(chunks, |(chunk, out)| {
         for (row, out) in out.chunks_exact_mut(cols).enumerate() {
-            fill(key, distribution, place.row_start(chunk * rows + row), out);
+            let first = place.row_start(chunk * rows + row);
+            vectorize(
+                #[inline(always)]
+                || fill(key, distribution, first, out),
+            );
         }
     });
 }
 
 /// Fills the elements `first ..` of a tensor.
+#[inline(always)]
 fn fill<T: Float>(key: Key, distribution: Distribution, first: u64, out: &mut [T]) {
     match distribution {
         Distribution::Constant(value) => out.fill(T::from_f64(value)),
@@ -145,6 +155,7 @@ fn fill<T: Float>(key: Key, distribution: Distribution, first: u64, out: &mut [T
 
 /// Normal numbers from a group of words: radius and angle come from the words of the first and
 /// second quarter, and of the third and fourth.
+#[inline(always)]
 fn normal_group(key: Key, index: u64) -> [f64; GROUP] {
     const QUARTER: usize = GROUP / 4;
     let words = philox::group(key, 0, index);
@@ -160,6 +171,7 @@ fn normal_group(key: Key, index: u64) -> [f64; GROUP] {
 }
 
 /// A number strictly between zero and one.
+#[inline(always)]
 fn unit(word: u32) -> f64 {
     (f64::from(word) + 0.5) / 4_294_967_296.0
 }
