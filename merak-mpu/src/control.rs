@@ -39,13 +39,14 @@
 
 mod door;
 mod hub;
+mod join_options;
 mod note;
 pub(crate) mod poll;
 mod rendezvous;
 mod state;
 pub(crate) mod wire;
 
-pub use rendezvous::JoinOptions;
+pub use join_options::JoinOptions;
 
 pub(crate) use note::Verdict;
 #[cfg(feature = "mpi")]

@@ -1,0 +1,179 @@
+//! Another rank of a meeting: finds rank 0, and waits until all have come.
+
+use super::{
+    Lines, Meeting, PING, PONG, PORTS, READY, Star, TRY, WELCOME, at, connect, hello, is_gone,
+    open_data, read_welcome, resolve,
+};
+use crate::{
+    Error, Result,
+    control::{
+        JoinOptions,
+        door::{REFUSED, complaint},
+        wire::{Channel, Decoder, MOST_BYTES, Malformed},
+    },
+};
+use std::{
+    io::{self, ErrorKind},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Round trips from which the offset of two clocks is taken.
+const PINGS: usize = 8;
+
+/// Tells rank 0 of a meeting that this process cannot join, and why, if it is found.
+pub(crate) fn complain(options: &JoinOptions, reason: &str) {
+    let deadline = Instant::now() + options.timeout;
+    if let Ok(mut channel) = find(options, deadline) {
+        complain_to(&mut channel, reason, deadline);
+    }
+}
+
+/// The same, to a rank 0 that was found. Returns when it has heard.
+fn complain_to(channel: &mut Channel, reason: &str, deadline: Instant) {
+    let name = rustix::system::uname();
+    let name = name.nodename().to_string_lossy();
+    // Where rank 0 has met the others or has ended, nobody waits for this process.
+    let _ = channel.send(&complaint(reason, &name));
+    let _ = channel.wait(MOST_BYTES, deadline);
+}
+
+/// Finds rank 0 and waits until all have come.
+pub(super) fn visit(options: &JoinOptions) -> Result<Meeting> {
+    let deadline = Instant::now() + options.timeout;
+    let mut channel = find(options, deadline)?;
+    let failed = |error: io::Error| at(options, &error);
+    let local = channel.stream().local_addr().map_err(failed)?;
+    let data = open_data(options, local.ip()).map_err(failed)?;
+    let hello = hello(options, &data).map_err(failed)?;
+    // Where rank 0 has ended, its last word says more than a broken connection.
+    let _ = channel.send(&hello.encode());
+    let epoch = read_clock(options, &mut channel)?;
+    let _ = channel.send(&[READY]);
+    // Rank 0 knows who is missing, so it has the first word at the deadline.
+    let frame = reply(options, &mut channel, deadline + 2 * TRY)?;
+    let mut decoder = Decoder(&frame);
+    let strange = |Malformed| options.refuse("rank 0 sent bytes that no rank sends");
+    if decoder.byte().map_err(strange)? != WELCOME {
+        return Err(strange(Malformed));
+    }
+    let (nonce, table) = read_welcome(&mut decoder).map_err(strange)?;
+    if table.len() != options.world_size {
+        return Err(strange(Malformed));
+    }
+    let (peers, places): (_, Vec<_>) = table.into_iter().unzip();
+    let (hosts, sharers) = places.into_iter().unzip();
+    Ok(Meeting {
+        nonce,
+        epoch,
+        peers,
+        hosts,
+        sharers,
+        data,
+        star: Some(Star(Lines::Ray(channel))),
+    })
+}
+
+/// Looks for rank 0 on each of the ports that it may have.
+fn find(options: &JoinOptions, deadline: Instant) -> Result<Channel> {
+    let mut pause = Duration::from_millis(10);
+    let mut seen = "nothing listens there: it has not started, or has ended before".to_owned();
+    loop {
+        for offset in 0..PORTS {
+            let Some(port) = options.port.checked_add(offset) else {
+                break;
+            };
+            let addresses = match resolve(options, port) {
+                Ok(addresses) => addresses,
+                Err(error) => {
+                    seen = error.to_string();
+                    break;
+                }
+            };
+            for address in addresses {
+                match connect(address) {
+                    Ok(Some((mut channel, version, run)))
+                        if run == options.run && version != env!("CARGO_PKG_VERSION") =>
+                    {
+                        let reason = format!(
+                            "rank 0 runs merak-mpu {version}, rank {} runs {}",
+                            options.rank,
+                            env!("CARGO_PKG_VERSION")
+                        );
+                        if offset == 0 {
+                            // Nobody waits for it then.
+                            complain_to(&mut channel, &reason, Instant::now() + TRY);
+                            return Err(options.refuse(reason));
+                        }
+                        // It may be of another run, which has this port for its own.
+                        seen = format!("at port {port} {reason}");
+                    }
+                    Ok(Some((channel, _, run))) if run == options.run => return Ok(channel),
+                    Ok(Some((_, _, run))) => seen = format!("run {run:?} is at port {port}"),
+                    Ok(None) => seen = format!("another program is at port {port}"),
+                    Err(error) if error.kind() == ErrorKind::ConnectionRefused => {}
+                    Err(error) => seen = error.to_string(),
+                }
+            }
+        }
+        if Instant::now() + pause > deadline {
+            return Err(options.refuse(format!(
+                "no rank 0 was found on this port or the next {} within {:?}: {seen}",
+                PORTS - 1,
+                options.timeout
+            )));
+        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(TRY / 2);
+    }
+}
+
+/// The moment that rank 0 counts from, on this process's clock.
+fn read_clock(options: &JoinOptions, channel: &mut Channel) -> Result<Instant> {
+    let mut best: Option<(Duration, Instant)> = None;
+    for _ in 0..PINGS {
+        let asked = Instant::now();
+        // Where rank 0 has sent this rank away, its last word is still there to be read.
+        let _ = channel.send(&[PING]);
+        let frame = reply(options, channel, asked + options.beat_timeout)?;
+        let took = asked.elapsed();
+        let mut decoder = Decoder(&frame);
+        let elapsed = match (decoder.byte(), decoder.number()) {
+            (Ok(PONG), Ok(nanos)) => Duration::from_nanos(nanos),
+            _ => return Err(options.refuse("rank 0 sent bytes that no rank sends")),
+        };
+        let epoch = (asked + took / 2).checked_sub(elapsed).unwrap_or(asked);
+        if best.is_none_or(|(least, _)| took < least) {
+            best = Some((took, epoch));
+        }
+    }
+    Ok(best.map_or_else(Instant::now, |(_, epoch)| epoch))
+}
+
+/// The next frame of rank 0, unless it sends this rank away.
+fn reply(options: &JoinOptions, channel: &mut Channel, deadline: Instant) -> Result<Vec<u8>> {
+    let frame = match channel.wait(MOST_BYTES, deadline) {
+        Ok(frame) => frame,
+        Err(error) if is_gone(&error) => None,
+        Err(error) => return Err(at(options, &error)),
+    };
+    let Some(frame) = frame else {
+        let reason = if Instant::now() < deadline {
+            "rank 0 ended before all ranks had come"
+        } else {
+            "rank 0 did not say who is missing"
+        };
+        return Err(options.refuse(reason));
+    };
+    if let Some((&REFUSED, mut rest)) = frame
+        .split_first()
+        .map(|(kind, rest)| (kind, Decoder(rest)))
+    {
+        let reason = rest.text().unwrap_or_else(|Malformed| "no reason".into());
+        return Err(Error::Refused {
+            rank: options.rank,
+            reason,
+        });
+    }
+    Ok(frame)
+}
