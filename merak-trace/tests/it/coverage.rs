@@ -1,7 +1,7 @@
 //! Every operation has a case in the suite of backends: a new one without a case fails here.
 
 use crate::{
-    conformance::{Build, Case, Run, agree, measure, near, round, tolerance},
+    agreement::{Build, Case, Run, agree, measure, near, round, tolerance},
     support::{backend, dtypes, host_backends, interpreter, noise},
 };
 use merak_mpu::{Axis, Group, testing::world};

@@ -1,7 +1,7 @@
 //! Every operation's gradient against central finite differences in f64.
 
 use crate::{
-    conformance::{Case, agree},
+    agreement::{Case, agree},
     support::{
         backend, context, floats, grad_store, interpreter, numbers, params as param_store, write,
     },
