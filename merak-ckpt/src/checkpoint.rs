@@ -1,15 +1,15 @@
 //! Opening a checkpoint and reading from it.
 
-use crate::base;
+use crate::crc32::{Stretch, Sums};
 use crate::disk::check_length;
 use crate::error::{Damage, Problem, WithCauses, io_error};
 use crate::format;
+use crate::frozen_base;
 use crate::header::{self, Place, check_content, slices_by_file};
 use crate::hf::foreign;
 use crate::locate::{older_than, resolve, store_of};
 use crate::manifest::{Manifest, Refused, TensorEntry};
 use crate::read::{SliceReader, read_slice};
-use crate::sums::{Stretch, Sums};
 use crate::words::brief;
 use crate::{Error, HfFolder, Kind, Piece, Result};
 use merak_mpu::names::nearest;
@@ -225,7 +225,11 @@ impl Checkpoint {
     /// Opens the checkpoint in this very folder by its manifest alone.
     fn read_table(folder: &Path) -> Result<Self> {
         let manifest = parse_manifest(folder, &read_manifest(folder)?)?;
-        Ok(Self::over(folder, base::joined(folder, manifest)?, false))
+        Ok(Self::over(
+            folder,
+            frozen_base::joined(folder, manifest)?,
+            false,
+        ))
     }
 
     /// A handle on the files that a sound manifest describes; `verified` says that checksums and

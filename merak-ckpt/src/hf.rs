@@ -1,19 +1,19 @@
 //! Folders of Hugging Face models: weights under global names beside a `config.json`.
 
 mod archive;
+mod completeness;
 mod dcp;
 mod export;
 mod family;
 mod import;
 mod merak;
-mod named;
 mod nan;
 mod parts;
 mod pickle;
-mod safe;
+mod recognize;
+mod safetensors_file;
 mod torch;
 mod untie;
-mod whole;
 
 pub use dcp::import_dcp;
 use export::is_same;
@@ -23,17 +23,17 @@ pub(crate) use family::Family;
 pub use family::set_tie;
 pub use import::{ImportOptions, import_hf};
 pub use merak::import_merak;
-pub use named::what_it_is;
-pub(crate) use named::what_of_others;
 pub(crate) use parts::Heads;
-pub use safe::stored_tensors;
+pub use recognize::what_it_is;
+pub(crate) use recognize::what_of_others;
+pub use safetensors_file::stored_tensors;
 
+use crate::crc32::Stretch;
 use crate::disk::{MAX_CONFIG_BYTES, not_read, open_regular, read_small};
 use crate::error::io_error;
 use crate::manifest::{FileEntry, check_file_name, check_tensor_name};
 use crate::region::num_elements;
 use crate::rewrite::DEFAULT_MAX_MEMORY;
-use crate::sums::Stretch;
 use crate::{
     Checkpoint, Checksum, DType, Error, Header, Kind, Manifest, Piece, Result, SliceEntry,
     TensorEntry, format,
@@ -257,7 +257,7 @@ impl HfFolder {
     /// program's folder or file.
     pub fn refuse_others(path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        if let Some(what) = named::own(path) {
+        if let Some(what) = recognize::own(path) {
             let path = path.to_owned();
             return Err(Error::OwnFormat { path, what });
         }

@@ -1,6 +1,6 @@
 //! How a rank's local tensor lies in the global one.
 
-use crate::copy::{Side, for_each_run};
+use crate::common_runs::{Side, for_each_run};
 use crate::region::{Region, num_elements};
 use crate::{Cut, Error, Result};
 use std::convert::Infallible;

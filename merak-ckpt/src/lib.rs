@@ -121,30 +121,31 @@
 //! [its square root](https://arxiv.org/abs/2312.03732). Top-p is
 //! [nucleus sampling](https://arxiv.org/abs/1904.09751), section 3.1.
 
-mod base;
 mod beam;
-mod beside;
 mod checkpoint;
 mod checksum;
 #[cfg(feature = "cli")]
 pub mod cli;
+mod common_runs;
 mod convert;
-mod copy;
+mod crc32;
 mod cut;
 mod degrees;
 mod diff;
 mod disk;
 mod draft;
+mod draft_folder;
 mod dtype;
 mod error;
 pub mod format;
+mod frozen_base;
 mod generate;
 mod header;
-mod held;
 mod hf;
 mod kind;
 mod layout;
 mod locate;
+mod lock_file;
 mod lora;
 mod manifest;
 mod output;
@@ -159,15 +160,12 @@ mod rewrite;
 mod sampler;
 mod shard;
 mod store;
-mod sums;
 #[cfg(any(feature = "candle", feature = "tch"))]
 mod tensors;
 mod verify;
 pub mod words;
 
-pub use base::Base;
 pub use beam::{BeamSearch, Continued, generate_beams};
-pub use beside::DraftBeside;
 pub use checkpoint::Checkpoint;
 pub use checksum::Checksum;
 pub use cut::Cut;
@@ -178,19 +176,21 @@ pub use disk::{
     MAX_CONFIG_BYTES, open_regular, open_to_write, read_regular, read_text, write_regular,
 };
 pub use draft::Draft;
+pub use draft_folder::DraftBeside;
 pub use dtype::{DType, UnknownDType};
 pub use error::{BoxError, Damage, Error, Problem, Result};
+pub use frozen_base::Base;
 pub use generate::{
     Completion, Decoding, EarlyStopping, GenerateOptions, LogitsSource, NewToken, Reason, Row,
     TokenSource, generate, generate_with,
 };
-pub use held::{HeldFile, lies_at};
 pub use hf::{
     ExportOptions, HfFolder, ImportOptions, StoredTensor, export_hf, import_dcp, import_hf,
     import_merak, set_tie, stored_tensors, what_it_is,
 };
 pub use kind::Kind;
 pub use layout::{Layout, Part};
+pub use lock_file::{HeldFile, lies_at};
 #[cfg(feature = "graph")]
 pub use lora::{ADAPTER_NAMES, AdaptError, Adapted, adapt, is_adapter_name};
 pub use lora::{

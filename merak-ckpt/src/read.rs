@@ -1,11 +1,11 @@
 //! Reading the wanted elements of one slice, block by block, checking it on the way.
 
 use crate::checkpoint::mark;
-use crate::copy::{Side, advance, for_each_run};
+use crate::common_runs::{Side, advance, for_each_run};
+use crate::crc32::Sums;
 use crate::error::Problem;
 use crate::layout::PartRange;
 use crate::manifest::SliceEntry;
-use crate::sums::Sums;
 use crate::{Checksum, Piece, Region};
 use std::fs::File;
 use std::io;

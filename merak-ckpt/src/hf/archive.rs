@@ -10,7 +10,7 @@
 //! What the directory says is checked against the file before it is used; its size is limited, and
 //! so is the memory.
 
-use crate::sums::{self, Stretch};
+use crate::crc32::{self, Stretch};
 use crate::words::beyond;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -108,7 +108,7 @@ impl<'a> Archive<'a> {
         let mut bytes = vec![0; size as usize];
         self.read(&mut bytes, begin - self.stretch.start)?;
         let (expected, found) = (self.member(name)?.checksum, crc32fast::hash(&bytes));
-        sums::check(name, expected, found)?;
+        crc32::check(name, expected, found)?;
         Ok(bytes)
     }
 

@@ -20,7 +20,7 @@ mod index;
 mod items;
 
 use super::import::{Origin, import};
-use super::named;
+use super::recognize;
 use super::{
     COMPANIONS, CONFIG, ImportOptions, StoredTensor, check_is_folder, check_is_none_of_others,
     check_is_plain, family::Family, family_of, foreign, is_same, read_json, set_tie,
@@ -463,7 +463,7 @@ impl<'a> Run<'a> {
 /// The message for a folder that has no name of the model behind the prefix.
 fn other_names(index: &Index, family: Option<&Family>, config: &Value, prefix: &str) -> String {
     if index.is_of_torchtitan() {
-        return named::TORCHTITAN.to_owned();
+        return recognize::TORCHTITAN.to_owned();
     }
     let keys = index.tensors.iter().map(|tensor| tensor.key.as_str());
     let keys = keys.filter(|key| !is_state(key));

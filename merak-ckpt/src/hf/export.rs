@@ -1,8 +1,8 @@
 //! Making a Hugging Face folder of a checkpoint.
 
-use super::{CONFIG, check_float, family::set_tie, family_of, foreign, read_json, whole};
-use crate::beside::DraftBeside;
+use super::{CONFIG, check_float, completeness, family::set_tie, family_of, foreign, read_json};
 use crate::disk::{sync_folder, write_synced};
+use crate::draft_folder::DraftBeside;
 use crate::lora::{copy_companions, has_adapter, merge_own};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::reshard::check_outside;
@@ -133,7 +133,7 @@ pub(crate) fn exported(
         && let Some(head) = family_of(config).and_then(|family| family.own_head(config))
         && tensors.iter().all(|tensor| tensor.name != head)
     {
-        return Err(whole::without_head(source.path(), head));
+        return Err(completeness::without_head(source.path(), head));
     }
     for tensor in tensors.iter_mut().filter(|tensor| tensor.dtype.is_float()) {
         tensor.dtype = options.dtype.unwrap_or(tensor.dtype);

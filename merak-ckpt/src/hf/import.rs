@@ -1,6 +1,6 @@
 //! Making a checkpoint of a Hugging Face folder.
 
-use super::{CONFIG, HfFolder, check_float, family_of, nan::Watched, whole};
+use super::{CONFIG, HfFolder, check_float, completeness, family_of, nan::Watched};
 use crate::degrees;
 use crate::manifest::FileEntry;
 use crate::plan::plan;
@@ -132,7 +132,7 @@ pub(super) fn import(
 ) -> Result<PathBuf> {
     let budget = Budget::new(options.max_memory)?;
     check_float(options.dtype)?;
-    let mut tensors = whole::check(origin.folder, origin.config, tensors)?;
+    let mut tensors = completeness::check(origin.folder, origin.config, tensors)?;
     let is_weight =
         |tensor: &&mut TensorEntry| tensor.dtype.is_float() && tensor.kind == Kind::Parameter;
     for tensor in tensors.iter_mut().filter(is_weight) {

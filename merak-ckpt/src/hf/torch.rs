@@ -10,9 +10,9 @@
 use super::archive::Archive;
 use super::pickle::{self, Heap, Purpose, Storage, Value, View};
 use super::{StoredTensor, checked_bytes, foreign, open_weights};
+use crate::crc32::Stretch;
 use crate::manifest::check_tensor_name;
 use crate::region::num_elements;
-use crate::sums::Stretch;
 use crate::{DType, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;

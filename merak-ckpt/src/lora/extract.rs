@@ -2,8 +2,8 @@
 
 use super::factor::{FactorName, PREFIX};
 use super::{LoraConfig, config};
-use crate::beside::DraftBeside;
 use crate::disk::{sync_folder, write_synced};
+use crate::draft_folder::DraftBeside;
 use crate::error::io_error;
 use crate::hf::{CONFIG, family_of, foreign, read_json};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};

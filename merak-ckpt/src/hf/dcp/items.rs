@@ -1,13 +1,13 @@
 //! The items of a folder's files, each what `torch.save` writes.
 
 use super::index::{Chunk, Indexed, Place};
+use crate::crc32::{Stretch, Sums};
 use crate::error::io_error;
 use crate::hf::pickle::{Heap, Value};
 use crate::hf::torch::{Saved, places, view};
 use crate::hf::{StoredTensor, checked_bytes, file_entry, foreign, open_weights};
 use crate::manifest::{FileEntry, check_coverage, check_file_name, check_tensor_name};
 use crate::region::num_elements;
-use crate::sums::{Stretch, Sums};
 use crate::{Checksum, Cut, DType, Error, Kind, Result, SliceEntry, TensorEntry};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
