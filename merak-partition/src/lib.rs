@@ -79,7 +79,7 @@ mod memory;
 mod method;
 mod partition;
 mod pipeline;
-mod rank;
+mod rank_programs;
 mod report;
 mod search;
 mod segment;
@@ -97,7 +97,7 @@ pub use pipeline::{
     FasterSchedule, Layout, Pipeline, PipelineOptions, Prediction, Recompute, RecomputeOp,
     ScheduleChoice, StageTimes,
 };
-pub use rank::{ParamUse, RankPrograms};
+pub use rank_programs::{ParamUse, RankPrograms};
 pub use report::{HopBytes, PartitionReport, ReportOptions, StageReport, TiedReport, report};
 pub use search::{
     ExactOptions, Found, OneFOneB, RankMemory, Scheduled, SegmentBytes, SegmentCosts, StageLoad,

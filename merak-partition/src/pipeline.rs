@@ -4,7 +4,7 @@
 mod faster;
 mod prediction;
 mod recompute;
-mod search;
+mod schedule_search;
 mod stages;
 
 pub use faster::FasterSchedule;
@@ -215,7 +215,7 @@ impl Pipeline {
                 (schedule, recompute, None)
             }
             ScheduleChoice::Searched => {
-                let found = search::search(laid_out, costs)?;
+                let found = schedule_search::search(laid_out, costs)?;
                 (found.schedule, found.recompute, found.search)
             }
         };

@@ -3,14 +3,14 @@
 mod autopipe;
 mod exact;
 mod loads;
-mod room;
+mod memory_limit;
 mod scheduled;
 mod step_time;
 
 pub use autopipe::autopipe;
 pub use exact::{ExactOptions, exact};
 pub use loads::{SegmentCosts, StageLoad};
-pub use room::{RankMemory, SegmentBytes};
+pub use memory_limit::{RankMemory, SegmentBytes};
 pub use scheduled::{Scheduled, lay_out};
 pub use step_time::{OneFOneB, StepTime};
 

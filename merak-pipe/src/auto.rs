@@ -40,8 +40,8 @@ mod beam;
 mod bound;
 mod descent;
 mod greedy;
+mod job_shop;
 mod search;
-mod shop;
 
 use crate::{
     ActivationBytes, Costs, Error, Result, Schedule, ScheduleKind, Simulation, Size, StageBytes,

@@ -1,6 +1,6 @@
 //! Whether another schedule would make a step shorter.
 
-use super::{Pipeline, PipelineOptions, ScheduleChoice, search};
+use super::{Pipeline, PipelineOptions, ScheduleChoice, schedule_search};
 use crate::{Result, StepCosts};
 use merak_pipe::{Costs, Schedule, ScheduleKind, simulate_on};
 
@@ -77,7 +77,7 @@ impl Pipeline {
     /// The costs of the stages as they are cut.
     pub(super) fn stage_costs(&self, costs: &dyn StepCosts) -> Result<Costs> {
         let programs = self.laid_out(&self.options).programs(&self.recompute)?;
-        Ok(search::stage_costs(&programs, costs))
+        Ok(schedule_search::stage_costs(&programs, costs))
     }
 
     /// The schedule of this kind with as many stages per rank, if the same is recomputed under it.

@@ -2,7 +2,7 @@
 
 use super::{
     Memory,
-    shop::{Length, Shop},
+    job_shop::{JobShop, Length},
 };
 use crate::Kind;
 
@@ -61,7 +61,7 @@ const ENDS: f64 = 0.02;
 /// to step ([threshold accepting](https://doi.org/10.1016/0021-9991(90)90201-B)). The result is the
 /// shortest order of all.
 pub(super) fn descend(
-    shop: &Shop,
+    shop: &JobShop,
     mut lists: Vec<Vec<u32>>,
     memory: &Memory,
     effort: Effort,
@@ -155,7 +155,7 @@ impl Move {
         }
     }
 
-    fn apply(self, shop: &Shop, lists: &mut [Vec<u32>]) {
+    fn apply(self, shop: &JobShop, lists: &mut [Vec<u32>]) {
         match self {
             Self::Shift(step) => step.apply(lists),
             Self::Fuse { rank, at } => shop.fuse(&mut lists[rank], at),
@@ -163,7 +163,7 @@ impl Move {
         }
     }
 
-    fn undo(self, shop: &Shop, lists: &mut [Vec<u32>]) {
+    fn undo(self, shop: &JobShop, lists: &mut [Vec<u32>]) {
         match self {
             Self::Shift(step) => step.undo(lists),
             Self::Fuse { rank, at } => shop.split(&mut lists[rank], at),
@@ -173,7 +173,7 @@ impl Move {
 }
 
 /// Draws a backward to join or to part: the first one from some place of a rank on.
-fn draw_joint(shop: &Shop, lists: &[Vec<u32>], draws: &mut Draws) -> Option<Move> {
+fn draw_joint(shop: &JobShop, lists: &[Vec<u32>], draws: &mut Draws) -> Option<Move> {
     let rank = draws.below(lists.len());
     let list = &lists[rank];
     let from = draws.below(list.len());
@@ -204,7 +204,7 @@ impl Step {
     }
 
     /// The move that puts the next weight gradient before the action that `self` has moved.
-    fn freeing(self, shop: &Shop, list: &[u32]) -> Option<Self> {
+    fn freeing(self, shop: &JobShop, list: &[u32]) -> Option<Self> {
         let to = self.to.min(self.from);
         let weight = |number: &u32| shop.action(*number).kind == Kind::WeightGrad;
         let from = to + list[to..].iter().position(weight)?;
@@ -228,7 +228,7 @@ fn shift(list: &mut [u32], from: usize, to: usize) {
 /// Draws a move that the order of its rank allows. Most moves put an action of the critical path
 /// before one that it waits for, or that one behind it; now and then a move takes any action.
 fn draw(
-    shop: &Shop,
+    shop: &JobShop,
     lists: &[Vec<u32>],
     critical: &[(usize, usize)],
     draws: &mut Draws,

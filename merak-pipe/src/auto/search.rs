@@ -6,7 +6,7 @@ use super::{
     descent::{Draws, Effort, descend},
     greedy::{Problem, Rule, greedy},
     is_optimal,
-    shop::Shop,
+    job_shop::JobShop,
 };
 use crate::{Action, Costs, Kind, Result, Schedule, Simulation, Size, StageId, simulate};
 
@@ -91,7 +91,7 @@ impl Candidate {
         effort: Effort,
         mut draws: Draws,
     ) -> usize {
-        let shop = Shop::new(self, costs, memory);
+        let shop = JobShop::new(self, costs, memory);
         let lists = shop.numbers(&self.schedule);
         let Some(found) = descend(&shop, lists, memory, effort, &mut draws) else {
             return 0;
@@ -205,7 +205,7 @@ impl Search<'_> {
             schedule,
             makespan: f64::INFINITY,
         };
-        let shop = Shop::new(&candidate, self.costs, self.memory);
+        let shop = JobShop::new(&candidate, self.costs, self.memory);
         let lists = shop.numbers(&candidate.schedule);
         let mut ranks = lists.iter().enumerate();
         if !ranks.all(|(rank, list)| shop.keeps(rank, list, self.memory)) {

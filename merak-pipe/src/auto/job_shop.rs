@@ -1,4 +1,5 @@
-//! Orders of actions as lists of numbers, for a search that times thousands of them.
+//! The job shop of a search: actions as numbers, what each costs and waits for, and how long an
+//! order of them takes. A search times thousands of orders.
 
 use super::{Memory, search::Candidate};
 use crate::{Action, Costs, Kind, MicrobatchId, Schedule, StageId, memory::Change};
@@ -9,9 +10,9 @@ const NONE: u32 = u32::MAX;
 /// The actions of a candidate, what each costs, and which message it waits for.
 ///
 /// A backward is there whole and in halves, and lists hold one or the other. Messages name the
-/// number of the input gradient for both, the action's [key](Shop::key).
+/// number of the input gradient for both, the action's [key](JobShop::key).
 #[derive(Debug)]
-pub(super) struct Shop {
+pub(super) struct JobShop {
     stages: usize,
     microbatches: usize,
     /// By action: its time; the key of the action that makes its message, with the time of that
@@ -20,7 +21,7 @@ pub(super) struct Shop {
     before: Vec<u32>,
     lag: Vec<f64>,
     /// By key: that of the action that takes its message.
-    behind: Vec<u32>,
+    after: Vec<u32>,
     /// By stage: its rank.
     placement: Vec<usize>,
     /// By action: the bytes of its microbatch; empty without limits of bytes.
@@ -54,7 +55,7 @@ pub(super) struct Times {
     open: Vec<usize>,
 }
 
-impl Shop {
+impl JobShop {
     /// The actions of a candidate.
     pub(super) fn new(candidate: &Candidate, costs: &Costs, memory: &Memory) -> Self {
         let size = candidate.schedule.size;
@@ -67,7 +68,7 @@ impl Shop {
             cost: vec![0.0; count],
             before: vec![NONE; count],
             lag: vec![0.0; count],
-            behind: vec![NONE; count],
+            after: vec![NONE; count],
             placement: candidate.placement.clone(),
             changes: vec![Change::default(); bytes.map_or(0, |_| count)],
             room: bytes.map_or_else(Vec::new, |bytes| bytes.room(&candidate.placement)),
@@ -104,7 +105,7 @@ impl Shop {
             ..action
         }));
         self.before[this as usize] = before;
-        self.behind[before as usize] = self.key(this);
+        self.after[before as usize] = self.key(this);
         if self.placement[tag.from.0] != self.placement[tag.to.0] {
             self.lag[this as usize] = costs.hop[tag.from.0.min(tag.to.0)];
         }
@@ -121,7 +122,7 @@ impl Shop {
         }
     }
 
-    /// Makes one backward of the halves that stand at a place and behind it.
+    /// Makes one backward of the halves that stand at a place and right after it.
     pub(super) fn fuse(&self, list: &mut Vec<u32>, at: usize) {
         let kind = Kind::Backward;
         list[at] = self.number(Action {
@@ -185,7 +186,7 @@ impl Shop {
         Action::new(StageId(row % self.stages), kind, MicrobatchId(microbatch))
     }
 
-    /// A table for [`Shop::time`].
+    /// A table for [`JobShop::time`].
     pub(super) fn times(&self, ranks: usize) -> Times {
         Times {
             ends: vec![f64::NAN; self.cost.len()],
@@ -221,11 +222,11 @@ impl Shop {
                 times.free[rank] = end;
                 times.places[key] = times.cursors[rank] as u32;
                 times.cursors[rank] += 1;
-                let behind = self.behind[key];
-                if behind != NONE {
-                    let other = self.placement[behind as usize / self.microbatches % self.stages];
+                let after = self.after[key];
+                if after != NONE {
+                    let other = self.placement[after as usize / self.microbatches % self.stages];
                     let next = lists[other].get(times.cursors[other]);
-                    if other != rank && next.is_some_and(|next| self.key(*next) == behind) {
+                    if other != rank && next.is_some_and(|next| self.key(*next) == after) {
                         times.open.push(other);
                     }
                 }
