@@ -6,7 +6,7 @@ use crate::{
 };
 use std::cmp::Ordering;
 
-/// Score of what does not count, as in transformers.
+/// The score of a beam that does not count, as in transformers.
 const NEVER: f32 = -1.0e9;
 
 /// Continues prompts by beam search, with `num_beams` beams each.

@@ -188,7 +188,7 @@ fn with_underscores(command: Command) -> Command {
     command.mut_subcommands(with_underscores)
 }
 
-/// The message about an option before the file of a command whose keys come behind that file.
+/// The message about an option before the file of a command whose keys come after that file.
 fn without_file(error: &Error, command: &Command, words: &[OsString]) -> Option<String> {
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else {
         return None;
@@ -204,7 +204,7 @@ fn without_file(error: &Error, command: &Command, words: &[OsString]) -> Option<
     let keys = places.find(|place| place.is_trailing_var_arg_set())?;
     let keys = keys.get_id().as_str();
     Some(format!(
-        "{file} is missing before '{}': {keys} come behind it",
+        "{file} is missing before '{}': {keys} come after it",
         brief(word)
     ))
 }
@@ -266,7 +266,7 @@ mod tests {
         ImportHf,
         /// To a folder.
         ExportHf,
-        /// A file, and keys behind it.
+        /// A file, and keys after it.
         Keys {
             config: Option<String>,
             #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -365,7 +365,7 @@ mod tests {
     fn a_key_before_the_file_says_that_the_file_is_missing() {
         let words = ["x", "keys", "--set", "tp=2"].map(OsString::from);
         let text = parse::<Line>(words).unwrap_err().to_string();
-        let expected = "error: CONFIG is missing before '--set': keys come behind it";
+        let expected = "error: CONFIG is missing before '--set': keys come after it";
         assert!(text.starts_with(expected), "{text}");
         let words = ["x", "keys", "a.toml", "--set", "tp=2"].map(OsString::from);
         let line = parse(words).unwrap();

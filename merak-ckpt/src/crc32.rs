@@ -87,7 +87,7 @@ impl Sums {
         Ok(())
     }
 
-    /// Reads what has not passed of each stretch of which something has, and checks these.
+    /// Reads the rest of each stretch that has passed in part, and checks it.
     ///
     /// # Errors
     /// As [`Sums::pass`]; the reason why the rest cannot be read.

@@ -55,7 +55,7 @@ pub enum EarlyStopping {
     /// When no running beam would be better than those that have ended if it ended now.
     #[default]
     No,
-    /// As soon as as many beams as there are have ended.
+    /// As soon as the number of ended beams is the number of beams.
     Yes,
     /// When no running beam can become better, however long it grows.
     Never,

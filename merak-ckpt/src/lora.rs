@@ -121,7 +121,7 @@ impl<'a> Base<'a> {
 /// Refuses a folder or file of another program that is no adapter, with what it is.
 fn check_is_adapter(path: &Path) -> Result<()> {
     let is_other = !path.join(config::FILE).exists();
-    // The text behind the colon says how to import a model.
+    // The text after the colon says how to import a model.
     let what = hf::what_it_is(path).filter(|_| is_other);
     let what = what.map(|what| what.split_once(": ").map_or(what, |(what, _)| what));
     match what {

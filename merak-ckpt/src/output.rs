@@ -6,7 +6,7 @@ use std::path::Path;
 
 /// Bytes after which those written are sent on to the disk.
 const STEP_BYTES: u64 = 8 << 20;
-/// Bytes behind the end that may still be on their way.
+/// Bytes before the end of what was written that may still be on their way.
 const TRAIL_BYTES: u64 = 4 * STEP_BYTES;
 
 /// A new file that goes to the disk while it is written, and leaves the page cache on the way.

@@ -92,7 +92,7 @@ pub fn plain(text: &str) -> Cow<'_, str> {
 
 /// A text with its lines folded to this many columns. A line goes on as far to the right as it
 /// begins, at least past the word that it begins with. A list without blanks that is longer than a
-/// line is folded behind its commas and colons.
+/// line is folded after its commas and colons.
 ///
 /// ```
 /// let text = merak_ckpt::words::folded("time      12.5 ms a step, predicted 11.9\n", Some(30));

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The program starts itself four times, as a launcher does on each host of a cluster, and tells
-//! each process its rank and where rank 0 is. Everything behind [`tcp::join`] is what a rank that
+//! each process its rank and where rank 0 is. Everything after [`tcp::join`] is what a rank that
 //! is a thread would do too.
 #![expect(clippy::print_stdout, reason = "an example reports on standard output")]
 

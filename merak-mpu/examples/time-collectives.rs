@@ -1,5 +1,5 @@
 //! Times collectives and messages between ranks, as processes or as threads: two, or the number
-//! behind the engine.
+//! after the engine.
 //!
 //! ```text
 //! cargo run --release -p merak-mpu --example time-collectives -- tcp 4

@@ -1,4 +1,4 @@
-//! Threads that sleep until something happens, and whom a wait that is too long is blamed on.
+//! Lets threads sleep until something happens, and finds the rank to blame for too long a wait.
 
 use crate::{Rank, Wait};
 use std::{

@@ -73,7 +73,7 @@ pub trait Buffer: Any + Send + Sync + fmt::Debug {
     fn memory(&mut self) -> Memory;
 
     /// The queue of the device, by its address as CUDA's `CUstream`, in which work on the elements
-    /// was put last; 0 is the default one. An engine for devices begins behind that work.
+    /// was put last; 0 is the default one. An engine for devices begins after that work.
     fn stream(&self) -> u64 {
         0
     }

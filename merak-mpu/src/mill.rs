@@ -1,4 +1,4 @@
-//! What makes progress where ranks are processes: one thread of a process moves the bytes of all
+//! The progress engine of ranks that are processes: one thread of a process moves the bytes of all
 //! its operations.
 //!
 //! ```text

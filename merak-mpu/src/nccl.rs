@@ -19,7 +19,7 @@
 //! - **Launches**: ranks launch what they share in one order, also over several groups, as NCCL
 //!   needs it, whatever order they were started in. Nothing is launched before all members have
 //!   called, so no kernel waits on a device for a rank that computes.
-//! - **Queues**: an operation begins behind the work that [`Buffer::stream`] holds when it is
+//! - **Queues**: an operation begins after the work that [`Buffer::stream`] holds when it is
 //!   started, and runs beside what is put there later. [`Pending::wait`](crate::Pending::wait)
 //!   returns when the device is done with it.
 //! - **Parts of different lengths**, gathers and exchanges are group calls of sends, receipts,

@@ -1,4 +1,4 @@
-//! Which ranks hold the same value, and who is the odd one.
+//! Which ranks hold the same value, and which ones hold another.
 
 use crate::Rank;
 use std::collections::BTreeMap;

@@ -28,7 +28,7 @@ impl Start<'_> {
     }
 }
 
-/// Who stands between a member and its engine.
+/// Stands between a member and its engine, and starts its collectives.
 pub(crate) trait Between: Send + Sync {
     /// Starts a collective.
     fn start(&self, start: Start<'_>) -> Started;
@@ -37,7 +37,7 @@ pub(crate) trait Between: Send + Sync {
     fn sees_message(&self, _group: &str, _bytes: usize) {}
 }
 
-/// An engine with somebody before it.
+/// An engine that is reached through a [`Between`].
 struct Wrapped {
     engine: Arc<dyn Engine>,
     between: Arc<dyn Between>,
@@ -51,7 +51,7 @@ struct WrappedGroup {
 }
 
 impl Member {
-    /// The same member, with somebody between it and its engine.
+    /// The same member, with `between` before its engine.
     pub(crate) fn behind(&self, between: impl Between + 'static) -> Self {
         Self::new(Arc::new(Wrapped {
             engine: Arc::clone(self.engine()),

@@ -220,7 +220,7 @@ fn borders_after_lookups(graph: &Graph, from_inputs: &[bool]) -> Vec<bool> {
     after
 }
 
-/// For each border, the values made before it and used behind it.
+/// For each border, the values made before it and used after it.
 pub(crate) fn crossing(graph: &Graph, borders: &[usize]) -> Vec<Vec<ValueId>> {
     let uses = Uses::of(graph);
     let mut crossing = vec![Vec::new(); borders.len()];

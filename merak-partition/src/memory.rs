@@ -65,7 +65,7 @@ pub enum ValueWidth {
 }
 
 impl ValueWidth {
-    /// What values take whose types say `bytes`.
+    /// The bytes that a value takes whose type says `bytes`.
     pub const fn of(self, bytes: usize) -> usize {
         match self {
             Self::Typed => bytes,

@@ -27,7 +27,7 @@ pub enum StageMethod {
     /// Equal counts; the first stages take what is left over.
     #[default]
     Uniform,
-    /// Equal counts; the stages behind the first take what is left over.
+    /// Equal counts; the stages after the first take what is left over.
     UniformFloor,
     /// The smallest possible largest number of parameters.
     Parameters,

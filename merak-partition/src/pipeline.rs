@@ -168,7 +168,7 @@ impl Pipeline {
     /// least are looked at: another schedule may keep it on them.
     ///
     /// # Errors
-    /// Those of `search`, with the bytes that the limit would have to be.
+    /// Those of `search`, with the least limit that would suffice.
     fn within(limit: usize, search: &dyn Fn(usize) -> Result<Self>) -> Result<Self> {
         let mut allowed = limit;
         for _ in 0..SEARCHES {

@@ -102,7 +102,7 @@ impl Segments {
         self.bounds[segment]..self.bounds[segment + 1]
     }
 
-    /// For each cut, the values made before it and used behind it, in order.
+    /// For each cut, the values made before it and used after it, in order.
     pub fn crossing(&self, graph: &Graph) -> Vec<Vec<ValueId>> {
         crossing(graph, &self.bounds[1..self.len()])
     }

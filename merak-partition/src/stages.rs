@@ -87,7 +87,7 @@ pub(crate) fn min_max(weights: &[usize], num_stages: usize) -> Vec<usize> {
     let mut bounds = vec![0];
     for stages_left in (1..num_stages).rev() {
         let first = bounds[bounds.len() - 1] + 1;
-        // The earliest bound behind which the stages that are left can take all segments. Weights
+        // The earliest bound after which the stages that are left can take all segments. Weights
         // are not negative, so no later bound makes this stage lighter, and it is within the
         // maximum.
         let bound = (first..num_segments)
@@ -99,7 +99,7 @@ pub(crate) fn min_max(weights: &[usize], num_stages: usize) -> Vec<usize> {
     bounds
 }
 
-/// For each segment, the fewest stages that take it and all behind it, none above `limit`.
+/// For each segment, the fewest stages that take it and all after it, none above `limit`.
 fn stages_needed(sums: &[usize], limit: usize) -> Vec<usize> {
     let num_segments = sums.len() - 1;
     let mut needed = vec![0; num_segments + 1];

@@ -110,7 +110,7 @@ impl Action {
     /// The message that the action waits for, in a pipeline of `stages`.
     ///
     /// A forward waits for the activation of the stage before, a backward or input gradient for the
-    /// gradient of the stage behind. The ends of the pipeline and the other kinds wait for nothing.
+    /// gradient of the stage after. The ends of the pipeline and the other kinds wait for nothing.
     pub fn input(self, stages: usize) -> Option<Tag> {
         let stage = self.stage.0;
         let from = match self.kind {

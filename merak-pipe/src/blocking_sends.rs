@@ -5,7 +5,7 @@ use crate::{
     dataflow::{Slots, Worklist},
 };
 
-/// Which ends of a message have come to it.
+/// The ends of a message that are ready for it.
 #[derive(Debug, Clone, Copy, Default)]
 struct Meeting {
     sender: bool,

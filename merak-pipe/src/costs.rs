@@ -355,7 +355,7 @@ impl fmt::Display for Costs {
     }
 }
 
-/// A number for people: with four digits behind the point at most, and of a number below 1 with
+/// A number for people: with four digits after the point at most, and of a number below 1 with
 /// four that are not leading zeros; one that has many zeros with an exponent.
 ///
 /// ```

@@ -1,7 +1,7 @@
 //! Lowering: from a rank's actions to its instruction stream.
 //!
 //! Communication follows from the computation: a receive stands before the action that needs it, a
-//! send behind the action that made it. These rules keep streams free of deadlock when a send waits
+//! send after the action that made it. These rules keep streams free of deadlock when a send waits
 //! for its receiver:
 //!
 //! 1. Where both ends of a hop send one way and then receive the other way, back to back, the two

@@ -50,7 +50,7 @@ pub struct Choice {
 pub fn auto_lists(model: &Graph, degree: usize) -> Result<AutoLists> {
     let mut skipped = BTreeSet::new();
     let mut best = Candidate::new(model, degree, &skipped)?;
-    // A pair begins at the first layer that can. Without that layer it may begin behind it.
+    // A pair begins at the first layer that can. Without that layer it may begin after it.
     for group in 0..best.auto.choices.len() {
         if best.auto.choices[group].kind == Some(SplitKind::Col) {
             skipped.insert(group);
@@ -80,7 +80,7 @@ impl Candidate {
     fn new(model: &Graph, degree: usize, skipped: &BTreeSet<usize>) -> Result<Self> {
         let mut search = Search::new(model, degree);
         for &group in skipped {
-            let reason = "layers behind it are split, which communicates less";
+            let reason = "layers after it are split, which communicates less";
             search.groups[group].whole.get_or_insert(reason.to_owned());
         }
         // Each attempt but the last gives up some kind of layer for good.

@@ -121,7 +121,8 @@ impl Rewriter<'_> {
         }
     }
 
-    /// A weight of which the ranks of a sequence, whose gradients are summands, all use the same.
+    /// A weight that all ranks of a sequence use alike: each takes a share of its gradient, since
+    /// gradients of these ranks are summed.
     fn shared(&mut self, value: ValueId, scope: &Arc<str>) -> Result<ValueId> {
         let (whole, ranks) = (self.placed[&value].value, self.degree);
         Ok(self.add(scope, Op::ShareGrad { ranks }, vec![whole])?[0])

@@ -237,7 +237,7 @@ impl Error {
     }
 }
 
-/// What a count of heads is of.
+/// The words after a count of heads: on the sequence axis they are those of a rank.
 fn of_a_rank(axis: Axis) -> &'static str {
     match axis {
         Axis::Sequence => " of a rank",

@@ -53,7 +53,7 @@
 //!
 //! With [`Sequence::Cut`] each rank has a slice of the sequence between the regions, where
 //! otherwise all ranks do the same: norms, dropout, residual sums, lookups and losses. The sum
-//! behind a row layer becomes a reduce-scatter, and an all-gather precedes a column layer; their
+//! after a row layer becomes a reduce-scatter, and an all-gather precedes a column layer; their
 //! gradients are an all-gather and a reduce-scatter. A parameter that is used on slices alone is
 //! marked ([`Param::summed`](merak_trace::Param::summed)): the optimizer sums its gradient over
 //! the ranks first.
@@ -81,7 +81,7 @@
 //!
 //! ```text
 //! q, k, v [B, S/N, H] ──► attention to the own keys, those of the rank before, ... ──► [B, S/N, H]
-//! backward: k and v once more, dk and dv behind them
+//! backward: k and v once more, dk and dv after them
 //! ```
 //!
 //! Every rank has all parameters and a summand of each gradient.

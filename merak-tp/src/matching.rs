@@ -293,7 +293,7 @@ pub(crate) fn parts(model: &Graph, users: &[Vec<NodeId>], layer: &Layer<'_>) -> 
     vec![layer.outputs]
 }
 
-/// The layers that make key or value heads of which there are fewer than ranks, and how many.
+/// The layers that make fewer key or value heads than there are ranks, each with its heads.
 pub(crate) fn shared_heads(model: &Graph, degree: usize) -> Vec<(NodeId, usize)> {
     let mut layers = Vec::new();
     for node in model.nodes() {

@@ -377,7 +377,7 @@ impl<'a> Rewriter<'a> {
         cut.collect()
     }
 
-    /// The parameters with uses of which each rank does a part, and with others.
+    /// The parameters with both kinds of use: uses of which each rank does a part, and whole ones.
     fn mixed_params(&self) -> impl Iterator<Item = ValueId> {
         self.summed.intersection(&self.unsummed).copied()
     }
@@ -437,7 +437,7 @@ impl<'a> Rewriter<'a> {
         self.add_once(sum, once, scope)
     }
 
-    /// Sums the parts of all ranks, of which each keeps a slice, then adds `once`.
+    /// Sums the parts of all ranks, keeps this rank's slice of the sum, and adds `once` to it.
     fn reduce_scatter(
         &mut self,
         value: ValueId,

@@ -70,7 +70,7 @@ impl Options {
 impl Site<'_> {
     /// How the first operand is cut, which is whole: the ids of a lookup, `[batch, sequence]` or
     /// `[sequence, batch]`, along the sequence, and numbers of positions `[sequence]`, which are
-    /// the same for all samples; other values have features behind these.
+    /// the same for all samples; other values have features after these.
     pub(crate) fn first_cut(&self) -> Result<Option<Shard>> {
         let ids = self.types[0];
         let most = if ids.dtype.is_float() { 3 } else { 2_usize };

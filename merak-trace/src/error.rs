@@ -139,10 +139,10 @@ pub enum Error {
         /// The type that was given.
         found: String,
     },
-    /// What acts on complete gradients failed.
+    /// The receiver of complete gradients failed.
     #[error("the gradients of a backward could not be passed on")]
     Sink(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// What gives a program its parameters failed.
+    /// The source of a program's parameters failed.
     #[error("the parameters of a stage could not be gathered")]
     Params(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A collective failed.

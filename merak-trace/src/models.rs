@@ -87,7 +87,7 @@ pub enum Visible {
     /// All of them.
     #[default]
     All,
-    /// Those that an input `attention_mask: [B, S] i64` has no 0 for, which hides padding; only
+    /// Those where an input `attention_mask: [B, S] i64` has no 0, which hides padding; only
     /// padding before the tokens needs that.
     Unpadded,
     /// Those of its own document, a run of equal numbers in an input `document_ids: [B, S] i64`.

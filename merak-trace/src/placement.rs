@@ -23,11 +23,11 @@ pub enum Placement {
 /// The dimension is the concatenation of `parts`, and each part is cut evenly: rank `r` of `n`
 /// holds the `r`-th `1/n` of every part, one after the other. One part is the usual slice; a fused
 /// `[q|k|v]` projection has three, and rank `r` then holds `q_r|k_r|v_r`. Where `n` does not divide
-/// a part (a vocabulary), every rank has room for the `1/n` rounded up: those behind the end of the
-/// part hold fewer, and padding follows.
+/// a part (a vocabulary), every rank has room for the `1/n` rounded up: the last ranks hold fewer
+/// elements, and padding follows.
 ///
-/// In a mirrored cut, rank `r` holds the `r`-th `1/n` from the end of every second part, which it
-/// divides.
+/// In a mirrored cut `n` divides every part, and ranks count every second part from its end: there
+/// rank `r` holds the `r`-th `1/n` from the last.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {
     /// The dimension that is cut.

@@ -98,7 +98,7 @@ impl StageProgram {
     /// The forward alone, for evaluation and generation.
     ///
     /// # Errors
-    /// Never for a graph whose nodes are in order; kept fallible with [`StageProgram::training`].
+    /// When the nodes of the graph are not in order.
     pub fn inference(model: &Graph, cuts: &StageCuts, stage: usize) -> Result<Self> {
         let part = cut::extract(model, cuts, stage)?;
         let phases = vec![Phase::Forward; part.graph.nodes().len()];

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 /// One run of neighbouring indices of a whole dimension, or two: the slice begins with those from
-/// `first` on, and from its own index `turn` on has those from `second` on, which lie behind.
+/// `first` on. From its own index `turn` on it has those from `second` on, which lie after the
+/// first run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Runs {
     first: usize,

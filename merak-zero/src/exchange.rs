@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 
 /// Most buckets whose sums are under way at once: each has a copy of its gradients.
 pub(crate) const MOST_IN_FLIGHT: usize = 4;
-/// The same where gradients are divided, whose buckets are the most that a rank has of them.
+/// The same where gradients are divided: most gradients that a rank holds are then these copies.
 pub(crate) const MOST_APART: usize = 2;
 
 /// Reduces gradients over the data x sequence group, and starts to gather parameters.
@@ -135,7 +135,7 @@ impl Exchange {
         self.given[bucket]
     }
 
-    /// Lets a bucket start behind those that were given before.
+    /// Lets a bucket start after those that were given before.
     pub(crate) fn give(&mut self, bucket: usize) {
         self.given[bucket] = true;
         self.ready.push_back(bucket);

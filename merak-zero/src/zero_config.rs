@@ -25,8 +25,8 @@ pub struct ZeroConfig {
     pub gather_bucket_size: usize,
     /// Whether gradients are divided before the sum over ranks, not only after it.
     pub prescale_gradients: bool,
-    /// The divisor before the sum, of which the division after it makes up the number of ranks; 1
-    /// stands for the number of ranks.
+    /// The divisor before the sum; 1 stands for the number of ranks. The division after the sum
+    /// makes both divisors together the number of ranks.
     pub gradient_predivide_factor: f64,
     /// Whether parameters are masters of weights that the caller keeps in 16 bits. From stage 1 on
     /// each rank then keeps the masters that it owns alone, and the ranks gather weights.

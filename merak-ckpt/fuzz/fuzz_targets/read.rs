@@ -54,7 +54,7 @@ fn folders() -> &'static [TempDir; 9] {
     })
 }
 
-/// A file with this header, behind its right length, and this many bytes of values.
+/// A file with this header, after its right length, and this many bytes of values.
 fn safetensors(header: &[u8], bytes: usize) -> Vec<u8> {
     let length = (header.len() as u64).to_le_bytes();
     [&length, header, &vec![0; bytes]].concat()

@@ -142,7 +142,7 @@ struct Run<'a> {
     prefix: &'a str,
     max_memory: usize,
     params: Vec<Taken<'a>>,
-    /// The names of parameters by the names that the folder has behind the prefix, without those
+    /// The names of parameters by the names that the folder has after the prefix, without those
     /// left out.
     names: BTreeMap<&'a str, String>,
     state: Vec<Taken<'a>>,
@@ -460,7 +460,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// The message for a folder that has no name of the model behind the prefix.
+/// The message for a folder that has no name of the model after the prefix.
 fn other_names(index: &Index, family: Option<&Family>, config: &Value, prefix: &str) -> String {
     if index.is_of_torchtitan() {
         return recognize::TORCHTITAN.to_owned();

@@ -1,4 +1,4 @@
-//! What the families of models have in common that files do not say.
+//! Facts of the model families that their files do not say.
 
 use super::parts::{self, Parts};
 use super::{StoredTensor, family_of};

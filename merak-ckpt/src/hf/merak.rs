@@ -1,6 +1,6 @@
 //! Weights of the original Python Merak, after its own conversion to safetensors.
 //!
-//! Its files hold the names of a pipeline's modules, the slices of tensor-parallel ranks one behind
+//! Its files hold the names of a pipeline's modules, the slices of tensor-parallel ranks one after
 //! the other, and linear layers that were split as `[out, in]`, also where the model has
 //! `[in, out]`:
 //!

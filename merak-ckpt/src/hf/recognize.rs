@@ -68,7 +68,7 @@ pub(super) fn own(path: &Path) -> Option<&'static str> {
     (!steps.is_empty()).then_some(RUN)
 }
 
-/// The same as [`what_it_is`], where the path is of another program than Merak.
+/// As [`what_it_is`], for what other programs wrote: `None` for a checkpoint or run of Merak.
 pub(crate) fn what_of_others(path: &Path) -> Option<&'static str> {
     if path.is_file() {
         return file(path);

@@ -71,7 +71,7 @@ impl<'a> FactorName<'a> {
         format!("{PREFIX}{layer}.{}{}", role.as_str(), role.end_in_file())
     }
 
-    /// Layer and role of a name in PEFT's file behind [`PREFIX`]; `None` for no factor.
+    /// Layer and role of a name in PEFT's file after [`PREFIX`]; `None` for no factor.
     pub(super) fn of_file(name: &str) -> Option<(&str, FactorRole)> {
         FactorRole::ALL.into_iter().find_map(|role| {
             let stem = name.strip_suffix(role.end_in_file())?;

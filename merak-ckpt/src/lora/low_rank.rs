@@ -7,7 +7,7 @@ use crate::layout::PartRange;
 use crate::{Checkpoint, DType, Kind, Layout, Piece, Result, TensorEntry};
 use std::path::Path;
 
-/// What the factors of one module are read with.
+/// What the configuration and the base say of the factors of one module.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Expected<'a> {
     /// The weight of the base.
@@ -16,7 +16,7 @@ pub(super) struct Expected<'a> {
     pub(super) is_transposed: bool,
     /// The rank by the configuration.
     pub(super) rank: usize,
-    /// What the product is multiplied by.
+    /// The number that the product is multiplied by.
     pub(super) scale: f64,
 }
 

@@ -138,7 +138,7 @@ proptest! {
         let at = at % bad.len();
         bad[at] ^= change;
         match patient.load_with(name, &bad) {
-            // Blanks behind a header may turn into other blanks.
+            // Blanks after a header may turn into other blanks.
             Ok(loaded) => prop_assert_eq!(loaded, patient.load()?, "{} at {}", name, at),
             Err(Error::NewerVersion { .. }) => prop_assert_eq!(name, "manifest.json"),
             Err(Error::Damaged { damage, .. }) => prop_assert_eq!(&damage.file, name),

@@ -164,7 +164,7 @@ fn every_truncation_and_many_flipped_bits_give_an_error_or_tensors() {
     }
 }
 
-/// Headers that say what is not so, with the bytes of data behind them.
+/// Headers that say what is not so, with the bytes of data after them.
 const LYING: [(&str, usize); 10] = [
     (
         r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#,
@@ -308,7 +308,7 @@ fn a_storage_of_which_only_a_part_is_wanted_is_checked_whole() {
         import_hf(&source, to.path().join("to"), &options).map(drop)
     };
     imported(&good).unwrap();
-    // Before the tensor, in it, between two of its rows, behind it.
+    // Before the tensor, in it, between two of its rows, after it.
     for element in [0, 2 * 16 + 5, 3 * 16, 255] {
         let mut bad = good.clone();
         bad[begin + 4 * element] ^= 1;

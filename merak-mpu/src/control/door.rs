@@ -107,7 +107,7 @@ impl Hello {
     }
 }
 
-/// What a process says that cannot join.
+/// The complaint of a process that cannot join.
 pub(super) fn complaint(reason: &str, host: &str) -> Vec<u8> {
     let mut frame = Encoder(COMPLAINT.to_vec());
     frame
@@ -256,7 +256,7 @@ impl Door {
         visitors
     }
 
-    /// What the last process has said that has come and cannot join.
+    /// The complaint of the last process that has come and cannot join, and its connection.
     pub(super) fn take_complaint(&mut self) -> Option<(String, Channel)> {
         self.complaint.take()
     }

@@ -158,7 +158,7 @@ impl<'a> Decoder<'a> {
     }
 }
 
-/// A socket that carries frames, each behind its length. It never blocks a reader.
+/// A socket that carries frames, each after its length. It never blocks a reader.
 #[derive(Debug)]
 pub(super) struct Channel {
     stream: TcpStream,

@@ -43,7 +43,7 @@ impl fmt::Display for Launcher {
 /// - MPICH and Intel MPI: `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`.
 ///
 /// The first launcher of this list that is seen counts, since a later one may have started an
-/// earlier one; a SLURM step counts behind another `mpirun` where the two differ. `MASTER_ADDR` and
+/// earlier one; a SLURM step counts after another `mpirun` where the two differ. `MASTER_ADDR` and
 /// `MASTER_PORT` count under every launcher. Without them the host of rank 0 is the first one of
 /// SLURM's list, or this one where all processes are on it, and its port follows from the job's
 /// number.
@@ -283,7 +283,7 @@ impl Launch {
 /// The largest world: a larger number is a mistake, and rank 0 keeps an entry for every rank.
 const MOST_RANKS: usize = 1 << 16;
 
-/// What torchrun names a start of a run by.
+/// The variables by which torchrun names a start of a run.
 const RUN: [&str; 2] = ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"];
 
 /// Variables that an MPI library's process management sets, besides SLURM's.

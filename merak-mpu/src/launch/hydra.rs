@@ -6,7 +6,7 @@
 
 use std::{fs, path::Path};
 
-/// What stands for the name of the job where variables are looked up.
+/// The key under which the name of the job is looked up, beside variables.
 pub(super) const JOB: &str = "mpiexec's port";
 
 /// Most ancestors that are looked at.
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn the_parent_stands_behind_a_name_of_any_letters() {
+    fn the_parent_follows_a_name_of_any_letters() {
         assert_eq!(parent("7 (a) b (c)) S 42 7 7 0"), Some("42"));
         assert_eq!(parent("7 (a"), None);
     }

@@ -10,7 +10,7 @@ use crate::{
 /// Bytes of a header.
 pub(super) const HEADER_BYTES: usize = 32;
 
-/// Longest payload behind a header that is read before anything is done with it.
+/// Longest payload after a header that is read before anything is done with it.
 pub(super) const MOST_PAYLOAD: usize = 64 << 20;
 
 /// What a frame is.
@@ -45,7 +45,7 @@ pub(super) struct Header {
     /// Where the data begin within their piece; in a call or a message, the length of its
     /// description.
     pub(super) start: usize,
-    /// Bytes behind the header.
+    /// Bytes after the header.
     pub(super) len: usize,
 }
 

@@ -71,7 +71,7 @@ impl Session {
     /// Connects to the others that were met, as `weave` says, and starts the threads.
     ///
     /// # Errors
-    /// Where the system has no thread or socket, and those of `weave`, of which the others hear.
+    /// When the system has no thread or socket, and those of `weave`, which reach the other ranks.
     pub(crate) fn start(
         engine: &'static str,
         options: &JoinOptions,

@@ -28,7 +28,7 @@ pub(crate) trait Wire: Send + fmt::Debug {
     fn begin_sleep(&self, writes: bool) -> bool;
 }
 
-/// What moves the bytes of all wires of a process, where wires do not do so by themselves.
+/// Moves the bytes of all wires of a process, for wires that do not move them by themselves.
 pub(crate) trait Port {
     /// Moves what can be moved now.
     ///

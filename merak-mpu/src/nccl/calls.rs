@@ -36,7 +36,7 @@ pub(super) trait Calls: Send + Sync + fmt::Debug {
 
     fn drop_stream(&self, stream: Stream) -> Result<()>;
 
-    /// The point in a queue behind all that it holds.
+    /// The point in a queue after all that it holds.
     fn mark(&self, stream: Stream) -> Result<Event>;
 
     /// Makes what comes later in a queue wait for an event.

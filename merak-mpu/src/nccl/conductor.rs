@@ -239,7 +239,7 @@ impl Conductor {
         Ok(line)
     }
 
-    /// Puts the steps of a job into the queue of its communicator, behind what its memory waits
+    /// Puts the steps of a job into the queue of its communicator, after what its memory waits
     /// for.
     fn ask(&self, job: &Job, line: Line) -> Result<()> {
         let calls = &self.core.calls;

@@ -242,7 +242,7 @@ impl Device {
         self.check("cuStreamDestroy", code)
     }
 
-    /// The point in a queue that is behind all that was put into it until now.
+    /// The point in a queue after all that was put into it until now.
     pub(super) fn mark(&self, stream: Stream) -> Result<Event> {
         self.within(|calls| {
             let mut event = ptr::null_mut();

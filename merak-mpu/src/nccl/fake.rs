@@ -52,7 +52,7 @@ struct Circle {
 }
 
 impl World {
-    /// What of communicators, streams and events still exists.
+    /// The numbers of communicators, streams and events that still exist.
     pub(super) fn alive(&self) -> [i64; 3] {
         lock(&self.0).alive
     }
@@ -382,7 +382,7 @@ fn collective(steps: &[(DType, Step<u64>)]) {
     }
 }
 
-/// What lies where the members' steps begin.
+/// The bytes of the inputs of the members' steps.
 fn inputs(steps: &[(DType, Step<u64>)], bytes: usize) -> Vec<Vec<u8>> {
     let from = steps.iter().map(|(_, step)| match *step {
         Step::AllReduce { at, .. } => at,

@@ -25,8 +25,8 @@ impl Loaded {
             None => names.iter().map(OsStr::new).collect(),
         };
         for file in files {
-            // SAFETY: CUDA's and NCCL's libraries ask nothing of whom loads them; a file that the
-            // user names is code of the user's.
+            // SAFETY: CUDA's and NCCL's libraries ask nothing of the program that loads them; a
+            // file that the user names is code of the user's.
             match unsafe { Library::new(file) } {
                 Ok(library) => {
                     return Ok(Self {
@@ -64,7 +64,7 @@ impl Loaded {
     }
 }
 
-/// What the system said of a file, which it may or may not name.
+/// The system's message about a file, with the name of the file.
 fn said(file: &OsStr, error: &libloading::Error) -> String {
     let file = file.to_string_lossy();
     let cause =

@@ -78,7 +78,7 @@ impl Nccl {
             unsafe { library.function("ncclGetVersion") }?;
         // SAFETY: the function writes one number there.
         let _ = unsafe { get_version(&raw mut version) };
-        // Before 2.9 a version was written with three digits behind the first: 2804.
+        // Before 2.9 a version was written with three digits after the first: 2804.
         if version < LEAST {
             return Err(library.unfit(format!(
                 "its version is {}, and at least {} is needed",

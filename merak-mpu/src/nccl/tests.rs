@@ -120,7 +120,7 @@ fn asked(body: impl Fn(&Member, &Group) + Sync) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn a_collective_is_a_group_call_behind_the_buffers_queue() {
+fn a_collective_is_a_group_call_after_the_work_of_the_buffers_queue() {
     let logs = asked(|member, group| {
         let sum = group.all_reduce(on_device(member, vec![1.0; 5]), ReduceOp::Sum);
         assert_eq!(to_host(sum.unwrap()), [2.0; 5]);

@@ -36,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// How long a process waits for another before it looks how the world fares.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// What a rank says that cannot reach the socket of another one.
+/// The word of a rank that cannot reach the socket of another one.
 const NO_MEMORY: u8 = 0;
 
 /// Takes the connections of the higher ranks of this host.
@@ -207,7 +207,8 @@ fn send_file(stream: &UnixStream, own: Rank, file: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// What a process gives that has connected; [`ErrorKind::WouldBlock`] where it has not yet.
+/// Receives the rank and the file of a process that has connected; [`ErrorKind::WouldBlock`] where
+/// they have not come yet.
 fn receive_file(stream: &UnixStream) -> io::Result<(Rank, OwnedFd)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -243,7 +244,7 @@ mod tests {
         (streams, peer)
     }
 
-    /// What a rank of two says whose peer connects and then ends.
+    /// The error of one of two ranks whose peer connects and then ends.
     fn left_alone(own: usize, nonce: u64) -> Unreachable {
         let (mut streams, peer) = streams_of(own);
         let desk = Desk::open(nonce, Rank(own)).unwrap();

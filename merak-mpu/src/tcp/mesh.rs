@@ -239,7 +239,7 @@ mod tests {
     /// Longest wait of a rank for another.
     const TIMEOUT: Duration = Duration::from_secs(30);
 
-    /// What `n` ranks know that have met, by rank.
+    /// The meetings of `n` ranks, by rank.
     fn meetings(n: usize) -> Vec<Meeting> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = listener.local_addr().unwrap().port();

@@ -78,7 +78,7 @@ impl Drop for Mapping {
     }
 }
 
-/// What a counter counts.
+/// The counters of a memory.
 #[derive(Clone, Copy)]
 enum Counter {
     Written = 0,

@@ -56,7 +56,7 @@ impl Blocks {
                 (number, block)
             }
             Self::Listed(blocks) => {
-                // Blocks without a chunk share their first one with the block behind them.
+                // Blocks without a chunk share their first one with the block after them.
                 let number = blocks.partition_point(|block| block.first <= chunk) - 1;
                 let Block {
                     first,

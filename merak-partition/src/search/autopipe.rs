@@ -17,8 +17,8 @@ const BUDGET: usize = 4_000_000;
 /// else the best that moves reach from the partition with the most even stages.
 ///
 /// The critical stage is the last of those with the most work, which is never idle between its
-/// first and its last microbatch: only unloading it, or the stages behind it, can help. So a move
-/// gives its first segment to the stages before it, or its last one to those behind, and makes
+/// first and its last microbatch: only unloading it, or the stages after it, can help. So a move
+/// gives its first segment to the stages before it, or its last one to those after it, and makes
 /// these even again. The partition with the shortest step is moved first.
 ///
 /// The result is never worse than the start of the search.
@@ -135,8 +135,8 @@ impl Search<'_> {
         moves
     }
 
-    /// The border behind a stage one segment further on or back: as it is, with the stages before
-    /// it made even, and with those behind it made even.
+    /// The border after a stage one segment further on or back: as it is, with the stages before
+    /// it made even, and with those after it made even.
     fn shifted(&self, bounds: &[usize], stage: usize, by: isize) -> Vec<Vec<usize>> {
         let border = stage + 1;
         if border + 1 >= bounds.len() {

@@ -156,13 +156,13 @@ fn together(segments: &[SegmentBytes]) -> StageBytes {
         let parts = segments.iter().map(|segment| part(&segment.values));
         parts.fold(0, u64::saturating_add)
     };
-    // While one segment runs, those before it hold `before`, and those behind it `behind`.
+    // While one segment runs, those before it hold `before`, and those after it `after`.
     let peak = |before: fn(&StageBytes) -> u64,
                 during: fn(&StageBytes) -> u64,
-                behind: fn(&StageBytes) -> u64| {
-        let (mut held, mut most) = (sum(behind), 0_u64);
+                after: fn(&StageBytes) -> u64| {
+        let (mut held, mut most) = (sum(after), 0_u64);
         for SegmentBytes { values, .. } in segments {
-            held = held.saturating_sub(behind(values));
+            held = held.saturating_sub(after(values));
             most = most.max(held.saturating_add(during(values)));
             held = held.saturating_add(before(values));
         }

@@ -130,10 +130,10 @@ impl<'a> Clock<'a> {
     }
 }
 
-/// The operation at a position of a stage with `behind` stages behind it: whether it is a forward,
+/// The operation at a position of a stage with `later` stages after it: whether it is a forward,
 /// and its microbatch.
-fn operation(position: usize, behind: usize, num_microbatches: usize) -> (bool, usize) {
-    let warmup = behind.min(num_microbatches);
+fn operation(position: usize, later: usize, num_microbatches: usize) -> (bool, usize) {
+    let warmup = later.min(num_microbatches);
     let steady = position - position.min(warmup);
     let alternating = 2 * (num_microbatches - warmup);
     if position < warmup {

@@ -24,7 +24,7 @@ pub(super) fn cut(
     let mut bounds = vec![0];
     let points = found.len();
     for first in found {
-        // A layer whose first node stands before the end of an all-reduce begins behind it.
+        // A layer whose first node stands before the end of an all-reduce begins after it.
         let legal = (first..num_nodes).find(|&border| borders.legal[border]);
         bounds.extend(legal.filter(|&border| border > bounds[bounds.len() - 1]));
     }

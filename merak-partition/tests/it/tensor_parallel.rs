@@ -10,8 +10,7 @@ const WIDTH: usize = 8;
 
 /// A chain of blocks as a tensor-parallel rewrite leaves them: column, row, two linear operations
 /// on the summand, all-reduce, bias; with `sliced` a gather in front of them and a reduce-scatter
-/// behind. Without the open sums, every value but the copies could be
-/// cut.
+/// after them. Without the open sums, every value but the copies could be cut.
 fn chain(blocks: usize, sliced: bool) -> Graph {
     let axis = Axis::Tensor;
     let rows = Shard::new(0, vec![2]);
@@ -85,7 +84,7 @@ fn stays_together(graph: &Graph) {
                 ..SegmentOptions::default()
             };
             let segments = segment(graph, &options)
-                .expect("a block has three legal cuts inside and one behind");
+                .expect("a block has three legal cuts inside and one after");
             for &border in &segments.bounds[1..segments.len()] {
                 let behind = graph.nodes()[border - 1].op.name();
                 let is_row = behind == "linear" && graph.nodes()[border].op.name() == "scale";
@@ -113,7 +112,7 @@ fn parameters_count_in_full_whatever_a_rank_holds() {
 }
 
 #[test]
-fn a_layer_that_begins_inside_an_open_sum_begins_behind_it() {
+fn a_layer_that_begins_inside_an_open_sum_begins_after_it() {
     let ty = TensorType::new([2, WIDTH], DType::F32);
     let graph = fx::trace(DType::F32, |root| {
         let x = root.input("x", ty.clone());

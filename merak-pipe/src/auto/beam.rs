@@ -1,11 +1,11 @@
-//! Beam search: the lists of all ranks grow side by side. Each step extends the beginnings by every
-//! choice and keeps the most promising ones.
+//! Beam search: the lists of all ranks grow side by side. Each step extends every beginning by
+//! every choice, and keeps the most promising results.
 
 use super::greedy::{Board, FORWARD, INPUT, Problem, Rule, halves};
 use crate::{Action, Kind, Schedule};
 use std::collections::BTreeMap;
 
-/// What a beam search keeps.
+/// The settings of a beam search: which beginnings it keeps.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Beam {
     /// The beginnings of each length that stay.

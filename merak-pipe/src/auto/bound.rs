@@ -153,7 +153,7 @@ impl Bounds<'_> {
     }
 
     /// A bound for all placements at once, for when they are too many to try. Ranks begin at
-    /// different stages, so one of them begins far behind; and some rank has at least the mean of
+    /// different stages, so one of them begins late; and some rank has at least the mean of
     /// the work.
     fn relaxed(&self) -> f64 {
         let Size {

@@ -96,7 +96,7 @@ pub(super) fn descend(
         step.apply(shop, &mut lists);
         let rank = step.rank();
         let mut allowed = shop.keeps(rank, &lists[rank], memory);
-        // A forward without room may fit behind a weight gradient.
+        // A forward without room may fit after a weight gradient.
         let freeing = match step {
             Move::Shift(step) if !allowed => step.freeing(shop, &lists[rank]),
             _ => None,
@@ -226,7 +226,7 @@ fn shift(list: &mut [u32], from: usize, to: usize) {
 }
 
 /// Draws a move that the order of its rank allows. Most moves put an action of the critical path
-/// before one that it waits for, or that one behind it; now and then a move takes any action.
+/// before one that it waits for, or that one after it; now and then a move takes any action.
 fn draw(
     shop: &JobShop,
     lists: &[Vec<u32>],

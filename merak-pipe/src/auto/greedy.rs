@@ -251,7 +251,7 @@ impl<'a> Board<'a> {
         [allowed(Kind::InputGrad), whole]
     }
 
-    /// Whether a rank has room for an action, and behind it for each weight gradient that waits.
+    /// Whether a rank has room for an action, and after it for each weight gradient that waits.
     fn allows(&self, bytes: &Bytes, rank: usize, stage: usize, kind: Kind) -> bool {
         let room = self.problem.room[rank];
         let change = bytes.stages[stage].change(kind, false);

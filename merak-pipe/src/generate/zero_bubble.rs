@@ -23,7 +23,7 @@ pub(crate) fn zb_h2(size: Size) -> Schedule {
     schedule("zb_h2", size, 2)
 }
 
-/// Rank `r` is `per_hop` forwards ahead for each rank behind it, and puts as many weight gradients
+/// Rank `r` is `per_hop` forwards ahead for each rank after it, and puts as many weight gradients
 /// off for each rank before it: the work under way at once is the same on every rank.
 fn schedule(name: &str, size: Size, per_hop: usize) -> Schedule {
     let order = |rank| {
@@ -37,7 +37,7 @@ fn schedule(name: &str, size: Size, per_hop: usize) -> Schedule {
     Schedule::new(name, size, (0..size.ranks).map(order).collect())
 }
 
-/// `ahead` forwards, then a forward and an input gradient in turn, with a weight gradient behind
+/// `ahead` forwards, then a forward and an input gradient in turn, with a weight gradient after
 /// each but the first `put_off`.
 fn rank_order(size: Size, rank: usize, ahead: usize, put_off: usize) -> Vec<Action> {
     let microbatches = size.microbatches;

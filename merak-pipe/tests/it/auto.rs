@@ -406,7 +406,7 @@ fn random_costs_leave_much_to_gain_over_the_named_schedules() {
 }
 
 #[test]
-fn limits_in_bytes_are_kept_and_what_only_input_gradients_need_is_free_behind_them() {
+fn limits_in_bytes_are_kept_and_what_only_input_gradients_need_is_free_after_them() {
     let size = Size::new(4, 8);
     let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 4);
     let search = |bytes: &str, peaks: &[u64]| {

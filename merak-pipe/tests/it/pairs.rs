@@ -143,7 +143,7 @@ fn pairs_that_cannot_run_at_once_are_refused() {
 }
 
 #[test]
-fn a_pair_is_one_instruction_behind_both_receives() {
+fn a_pair_is_one_instruction_after_both_receives() {
     let schedule = dualpipe(2, 4);
     let document: serde_json::Value =
         serde_json::from_str(&json(&schedule, &costs("R=0", &schedule)).unwrap()).unwrap();

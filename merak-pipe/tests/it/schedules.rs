@@ -139,7 +139,7 @@ fn streams_merge_exchanges_where_both_ends_can() {
 }
 
 #[test]
-fn streams_hold_sends_back_behind_an_early_recompute() {
+fn streams_hold_sends_back_until_after_an_early_recompute() {
     insta::assert_snapshot!(stream(ScheduleKind::ShiftedCriticalPath, (4, 4), 1), @"RA0 C0 RST SA0 RA1 F1 SA1 RA2 C2 SA2 X0 RST B0 SGRA(0,3) C3 SARG(3,1) B1 SG1 X2 B2 SG2 X3 B3 SG3 RST ReduceTiedGrads ReduceGrads OptimizerStep");
     insta::assert_snapshot!(stream(ScheduleKind::ShiftedCriticalPath, (4, 4), 2), @"RA0 C0 RST SA0 RA1 C1 RST RA2 F2 X0 SA1 RST B0 SG0 X1 SA2 RST B1 SGRA(1,0) F0 SARG(0,2) B2 SG2 RG0 B0 SG0 RST ReduceTiedGrads ReduceGrads OptimizerStep");
     insta::assert_snapshot!(stream(ScheduleKind::ShiftedCriticalPath, (4, 4), 3), @"RA0 L0 F0 B0 SG0 RA1 L1 F1 B1 SG1 RA0 L0 F0 B0 SGRA(0,1) L1 F1 B1 SG1 ReduceTiedGrads ReduceGrads OptimizerStep");

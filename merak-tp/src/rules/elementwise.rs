@@ -48,7 +48,7 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
 }
 
 /// The mask of a slice over the sequence axis, which each tensor rank may have a slice of along the
-/// same dimension, or along the one of the features behind it.
+/// same dimension, or along the one of the features after it.
 fn of_sequence(site: &Site<'_>, shard: &Shard, dropout: &DropoutSpec) -> Option<DropoutSpec> {
     let own = || (shard.dim, shard.parts.iter().sum());
     let of_features = dropout.cut_dim().is_some_and(|(dim, _)| dim == 2);

@@ -132,7 +132,7 @@ fn levels_wait_at_the_borders_of_layers_or_halve_products_alone() {
 }
 
 #[test]
-fn gradients_of_weights_come_behind_the_sum_of_their_layer() {
+fn gradients_of_weights_come_after_the_sum_of_their_layer() {
     let program = program(Overlap::Linear, 2);
     let place = |id: NodeId| program.backward.iter().position(|&other| other == id);
     let mut behind = 0;
@@ -190,7 +190,7 @@ fn an_interpreter_waits_for_sums_where_their_level_does_and_no_earlier() {
     };
     // A layer has two sums forward and two backward. Recomputed, it has the first one again: no
     // gradient needs what the second one gives. That of the first layer begins when the gradients
-    // of the layer behind it are there.
+    // of the layer after it are there.
     for (recomputes, sums, borders, ends) in [(false, 8, 4, 2), (true, 10, 4, 3)] {
         for (overlap, expected) in [
             (Overlap::None, (1, sums)),

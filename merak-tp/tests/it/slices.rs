@@ -183,7 +183,7 @@ fn of_choices_that_split_as_much_the_one_that_communicates_least_is_taken() {
     let auto = auto_lists(&chain, 2).unwrap();
     let lines: Vec<_> = auto.choices.iter().map(ToString::to_string).collect();
     insta::assert_snapshot!(lines.join("\n"), @"
-    auto whole first: layers behind it are split, which communicates less
+    auto whole first: layers after it are split, which communicates less
     auto col second: each rank goes on with its part
     auto row third: its input comes split
     ");

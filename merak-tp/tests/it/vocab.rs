@@ -103,7 +103,7 @@ fn every_family_with_a_vocabulary_divides_it() {
 }
 
 #[test]
-fn ranks_behind_the_end_of_a_vocabulary_hold_padding_only() {
+fn ranks_after_the_end_of_a_vocabulary_hold_padding_only() {
     let mut config = gpt2(1, 0.0, true);
     config["vocab_size"] = json!(5);
     let whole = traced(&config, 0.1);

@@ -54,7 +54,7 @@ pub struct Copied<'a> {
 }
 
 /// Copies a graph node by node; `visit` sees each node, copies it or leaves it out, may add nodes
-/// behind it, and returns the values that take the place of its results. `declare` may change the
+/// after it, and returns the values that take the place of its results. `declare` may change the
 /// model's parameters.
 ///
 /// Nodes, inputs and parameters keep their names and their order, so a graph that is traced for

@@ -41,7 +41,7 @@ struct Passed {
 pub struct Continuation<'a> {
     /// Holds the positions before these; these are added to it.
     pub cache: &'a mut KvCache,
-    /// What passes of each sequence.
+    /// The positions of each sequence that pass.
     pub pieces: &'a [Piece],
     /// Set if only some of the positions are needed after the last attention.
     pub tail: Option<Tail<'a>>,

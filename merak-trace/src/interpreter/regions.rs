@@ -111,7 +111,7 @@ impl Interpreter {
         }
     }
 
-    /// The values of type `local` of `degree` ranks, which lie one behind the other.
+    /// The values of type `local` of `degree` ranks, which lie one after the other.
     fn by_rank(
         &self,
         call: Call<'_>,
@@ -127,7 +127,7 @@ impl Interpreter {
         rows.into_iter().map(of_rank).collect()
     }
 
-    /// The slices of all `degree` ranks, one behind the other in memory.
+    /// The slices of all `degree` ranks, one after the other in memory.
     fn stacked_slices(
         &self,
         call: Call<'_>,
@@ -147,7 +147,7 @@ impl Interpreter {
         self.concat(call, rows, 0)
     }
 
-    /// The slice of one rank of `degree`, of its pieces of all parts and the padding behind them.
+    /// The slice of one rank of `degree`, of its pieces of all parts and the padding after them.
     fn slice(
         &self,
         call: Call<'_>,

@@ -149,7 +149,7 @@ impl<'a> Factor<'a> {
 ///
 /// # Panics
 ///
-/// A slice has fewer elements.
+/// If a slice has fewer elements.
 ///
 /// # Examples
 ///

@@ -285,7 +285,7 @@ impl<'a, T: Float> MatMut<'a, T> {
     }
 }
 
-/// Elements from the first one of a matrix to behind its last one.
+/// Elements from the first one of a matrix to its last one, both included.
 ///
 /// # Panics
 ///

@@ -1,4 +1,4 @@
-//! What the crates know of a family of models besides its graph.
+//! The facts of a family of models beside its graph.
 
 use super::{Model, fields::Fields, others};
 use crate::Result;

@@ -101,7 +101,7 @@ pub struct Llama {
 struct Biases {
     /// Query, key and value projections.
     qkv: bool,
-    /// The projection behind the attention.
+    /// The projection after the attention.
     output: bool,
     mlp: bool,
 }

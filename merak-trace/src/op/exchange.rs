@@ -3,8 +3,8 @@
 use super::{Op, Ring};
 use crate::{Graph, Node, TensorType};
 
-/// What a node exchanges between the ranks of its axis; where it is no collective itself, what its
-/// gradient does.
+/// What a node exchanges between the ranks of its axis, or its gradient where the node itself is no
+/// collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exchange {
     /// The name in reports: that of the operation, or `ring` where keys and values go round.

@@ -41,7 +41,7 @@ pub enum RegionKind<'a> {
     },
 }
 
-/// What ranks communicate in.
+/// The collectives in which ranks communicate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
     /// Each rank gets the sum, or the largest, of all.

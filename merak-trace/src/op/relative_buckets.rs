@@ -78,7 +78,7 @@ impl RelativeBuckets {
 mod tests {
     use super::*;
 
-    /// The buckets of the keys up to `reach` before and behind a query.
+    /// The buckets of the keys up to `reach` before and after a query.
     fn around(buckets: usize, max_distance: usize, bidirectional: bool, reach: usize) -> Vec<i64> {
         // The first query stands in the middle of the keys.
         let spec = RelativeBuckets {

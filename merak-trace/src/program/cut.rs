@@ -184,7 +184,7 @@ pub(super) fn extract(model: &Graph, cuts: &StageCuts, stage: usize) -> Result<P
     })
 }
 
-/// The results of nodes before the border `at` that are used behind it.
+/// The results of nodes before the border `at` that are used after it.
 fn crossing(model: &Graph, cuts: &StageCuts, at: usize) -> Vec<ValueId> {
     if at == 0 || at == cuts.nodes(cuts.num_stages() - 1).end {
         return Vec::new();

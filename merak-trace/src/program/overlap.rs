@@ -99,7 +99,7 @@ enum Operands {
 impl StageProgram {
     /// The same program with collectives that pass while other nodes run: each is waited for where
     /// its result is read first. Weight gradients of layers whose input gradients are summed over
-    /// ranks come behind the start of that sum, since they need no other rank.
+    /// ranks come after the start of that sum, since they need no other rank.
     ///
     /// A microbatch of one sample has no halves; then weight gradients alone pass beside sums.
     #[must_use]

@@ -18,7 +18,7 @@ const CONTEXT: usize = 8;
 /// What the encoder reads for each sequence, in models that have one.
 const SOURCES: [usize; 3] = [3, 1, 5];
 
-/// A model's forward for one sequence of `len` positions; of as many behind those of the encoder,
+/// A model's forward for one sequence of `len` positions; of as many after those of the encoder,
 /// if there is one.
 fn interpreter(
     backend: &SharedBackend,

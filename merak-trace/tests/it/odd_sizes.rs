@@ -1,4 +1,4 @@
-//! Gradients at sizes that leave an odd tail behind vectors and tiles, with keys that are hidden
+//! Gradients at sizes that leave an odd tail after vectors and tiles, with keys that are hidden
 //! and heads that are shared.
 
 use crate::gradients::{apply, check, ids, t};
@@ -318,7 +318,7 @@ fn attentions_over_several_tiles() {
         causal: true,
         ..PLAIN
     }
-    .check("a query behind the first tile");
+    .check("a query after the first tile");
     Shape {
         batch: 2,
         q_len: 3,

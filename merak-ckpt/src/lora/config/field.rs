@@ -219,7 +219,7 @@ pub(super) fn layers(name: &str, value: &Value) -> Result<Option<Vec<usize>>, St
         .ok_or_else(|| wrong(name, value, expected))
 }
 
-/// Patterns of the names that layers' numbers stand behind.
+/// Patterns of the names after which the numbers of layers stand.
 pub(super) fn layers_patterns(name: &str, value: &Value) -> Result<Vec<Regex>, String> {
     let patterns = strings(name, value)?.into_iter();
     let patterns = patterns.filter(|text| !text.is_empty());

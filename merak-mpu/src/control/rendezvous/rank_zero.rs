@@ -262,7 +262,7 @@ fn compare(options: &JoinOptions, own: &Hello, visitors: &BTreeMap<usize, Visito
     Ok(())
 }
 
-/// Who has another `name` than the others, if somebody has.
+/// Which ranks have another `name` than the others, in words; none where all have the same.
 fn difference(name: &str, sides: &Sides) -> Option<String> {
     let has = |ranks: &[Rank]| {
         let verb = if ranks.len() == 1 { "has" } else { "have" };

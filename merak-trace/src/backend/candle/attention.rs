@@ -223,7 +223,7 @@ impl Node<'_> {
             if spec.documents {
                 documents = Some(seen.chunks(len).flat_map(documents_of).collect());
             } else {
-                // Queries come first, or behind their gradient.
+                // Queries come first, or after their gradient.
                 let first = usize::from(required > 3);
                 let [q_len, k_len] = [first, first + 1].map(|x| inputs[x].ty().shape[1]);
                 let places = spec.places(self.call.context.place, q_len);

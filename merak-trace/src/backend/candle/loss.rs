@@ -59,7 +59,7 @@ impl Node<'_> {
         let start = self.call.context.place.get(slice.axis) * local;
         TableRows {
             total: slice.full,
-            // Padding behind the last row has no id.
+            // Padding after the last row has no id.
             local: start..start + local,
             padding: None,
         }

@@ -317,7 +317,7 @@ fn turn<W: Halves>(simd: Pairs, lines: MatRef<'_, W>, first: usize, out: &mut [u
     }
 }
 
-/// Neighbours along k as pairs, with zeros behind them if they are too few.
+/// Neighbours along k as pairs, with zeros after them if they are too few.
 #[inline(always)]
 fn along<W: Halves>(simd: Pairs, x: &[W]) -> u32x16 {
     match x.try_into() {
