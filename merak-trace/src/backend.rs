@@ -161,14 +161,16 @@ pub struct ParamStore {
 /// The error of a parameter that does not lie at this element of a flat value.
 #[cfg(feature = "cpu")]
 fn misplaced(param: &Param, offset: usize, flat: &Value) -> Error {
-    Error::Backend {
-        node: param.name.clone(),
-        reason: format!(
-            "of type {} at {offset} does not fit {}",
-            param.local,
-            flat.ty()
-        ),
-    }
+    let (own, there) = (&param.local, flat.ty());
+    let reason = format!("of type {own} at {offset} does not fit {there}");
+    Error::backend(&param.name, reason)
+}
+
+/// The error of a value of this type that another backend has made.
+#[cfg(feature = "cpu")]
+fn foreign(ty: &TensorType) -> Error {
+    let reason = "is no value of this backend and element type";
+    Error::backend(ty.to_string(), reason)
 }
 
 /// Executes nodes, one at a time. The methods take and return row-major tensors.

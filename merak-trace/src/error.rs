@@ -155,6 +155,16 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// The error of a backend at a node, or at another place that has a name.
+    pub(crate) fn backend(node: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Backend {
+            node: node.into(),
+            reason: reason.into(),
+        }
+    }
+}
+
 /// A kernel's refusal: threads that do not start, or values in the caller's data.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -194,10 +194,8 @@ impl Backend for Candle {
 
     fn from_bytes(&self, ty: &TensorType, bytes: &[u8]) -> Result<Value> {
         if bytes.len() != ty.size_bytes() {
-            return Err(Error::Backend {
-                node: ty.to_string(),
-                reason: format!("cannot be made of {} bytes", bytes.len()),
-            });
+            let reason = format!("cannot be made of {} bytes", bytes.len());
+            return Err(Error::backend(ty.to_string(), reason));
         }
         match ty.dtype {
             DType::F32 => self.wrap(ty, self.copied::<f32>(bytes)),
@@ -217,10 +215,7 @@ impl Backend for Candle {
                 buffer.len(),
                 buffer.dtype()
             );
-            return Err(Error::Backend {
-                node: ty.to_string(),
-                reason,
-            });
+            return Err(Error::backend(ty.to_string(), reason));
         }
         let node = || ty.to_string();
         let collective = |source| Error::Collective {

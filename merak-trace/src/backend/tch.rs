@@ -162,10 +162,7 @@ fn cuda(index: usize) -> Result<Device> {
 
 /// An error of libtorch, at a node.
 fn at(node: &str) -> impl Fn(tch::TchError) -> Error + '_ {
-    move |error| Error::Backend {
-        node: node.to_owned(),
-        reason: reason_of(&error),
-    }
+    move |error| Error::backend(node, reason_of(&error))
 }
 
 impl Backend for Tch {
@@ -195,10 +192,8 @@ impl Backend for Tch {
 
     fn from_bytes(&self, ty: &TensorType, bytes: &[u8]) -> Result<Value> {
         if bytes.len() != ty.size_bytes() {
-            return Err(Error::Backend {
-                node: ty.to_string(),
-                reason: format!("cannot be made of {} bytes", bytes.len()),
-            });
+            let reason = format!("cannot be made of {} bytes", bytes.len());
+            return Err(Error::backend(ty.to_string(), reason));
         }
         Ok(self.wrap(ty, self.upload(ty, bytes)?))
     }
@@ -210,10 +205,7 @@ impl Backend for Tch {
                 buffer.len(),
                 buffer.dtype()
             );
-            return Err(Error::Backend {
-                node: ty.to_string(),
-                reason,
-            });
+            return Err(Error::backend(ty.to_string(), reason));
         }
         let any: &dyn Any = &*buffer;
         let tensor = if let Some(own) = any.downcast_ref::<TchBuffer>() {

@@ -223,13 +223,11 @@ impl Interpreter {
                 self.keep(frame, id, vec![self.backend.from_bytes(&none, &[])?]);
                 Ok(())
             }
-            other => Err(Error::Backend {
-                node: self.call(id, &frame.context).name.to_owned(),
-                reason: format!(
-                    "`{}` covers whole sequences, which pass in pieces here",
-                    other.name()
-                ),
-            }),
+            other => {
+                let name = other.name();
+                let reason = format!("`{name}` covers whole sequences, which pass in pieces here");
+                Err(Error::backend(self.call(id, &frame.context).name, reason))
+            }
         }
     }
 

@@ -210,8 +210,5 @@ impl Interpreter {
 
 /// The error of a ring whose parts do not fit together.
 fn met_none(call: Call<'_>) -> Error {
-    Error::Backend {
-        node: call.name.to_owned(),
-        reason: "its queries met no keys and values".to_owned(),
-    }
+    Error::backend(call.name, "its queries met no keys and values")
 }

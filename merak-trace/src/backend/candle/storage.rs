@@ -3,6 +3,7 @@
 
 use super::{
     super::{
+        foreign,
         masters::{Masters, NarrowCopy},
         misplaced,
     },
@@ -369,19 +370,9 @@ pub(super) fn steal<T: Scalar>(value: Value) -> Result<Vec<T>, Value> {
     Ok(T::cpu_storage_data(storage).expect("the type was just checked"))
 }
 
-fn foreign(ty: &TensorType) -> Error {
-    Error::Backend {
-        node: ty.to_string(),
-        reason: "is no value of this backend and element type".to_owned(),
-    }
-}
-
 /// An error of candle, at a node.
 pub(super) fn at<E: ToString>(node: &str) -> impl Fn(E) -> Error + '_ {
-    move |error| Error::Backend {
-        node: node.to_owned(),
-        reason: error.to_string(),
-    }
+    move |error| Error::backend(node, error.to_string())
 }
 
 /// Parameters that are views of a flat value.
@@ -436,7 +427,7 @@ pub(super) fn param_copies(
             "are of type {dtype} and kept in {kept}: masters of type {} are not for them",
             masters.dtype()
         );
-        return Err(refused("parameters", reason));
+        return Err(Error::backend("parameters", reason));
     }
     let read = flat_zeros(kept, masters.len())?;
     let flat = Box::new(with_copy(masters, &read, threads)?);
@@ -459,7 +450,7 @@ fn views(params: &[Param], offsets: &[usize], read: Tensor, wide: &Pool) -> Resu
         let ty = &param.local;
         let is_same = ty.dtype == dtype && param.kept_dtype() == kept;
         if !is_same || offset + ty.numel() > len {
-            return Err(refused(
+            return Err(Error::backend(
                 &param.name,
                 format!("of type {ty} at {offset} does not fit {len} elements of {dtype}"),
             ));
@@ -483,7 +474,7 @@ fn store_types(params: &[Param]) -> Result<(DType, DType)> {
             } else {
                 format!(", kept in {kept}")
             };
-            Err(refused(
+            Err(Error::backend(
                 "parameters",
                 format!(
                     "are of type {dtype}{how}; the candle backend trains in f32 or f64, or in f32 with parameters that \
@@ -491,13 +482,6 @@ fn store_types(params: &[Param]) -> Result<(DType, DType)> {
                 ),
             ))
         }
-    }
-}
-
-fn refused(name: &str, reason: String) -> Error {
-    Error::Backend {
-        node: name.to_owned(),
-        reason,
     }
 }
 

@@ -88,12 +88,10 @@ impl Node<'_> {
     /// The range of a slot, over the memory of its buffer.
     fn flat(&self, Sum { store, target }: Sum<'_>) -> Result<Tensor> {
         let buffer: &dyn Any = &*store.buffers[target.buffer];
-        let buffer = buffer
-            .downcast_ref::<TchBuffer>()
-            .ok_or_else(|| Error::Backend {
-                node: self.call.name.to_owned(),
-                reason: "adds to a gradient buffer of another backend".to_owned(),
-            })?;
+        let buffer = buffer.downcast_ref::<TchBuffer>().ok_or_else(|| {
+            let reason = "adds to a gradient buffer of another backend";
+            Error::backend(self.call.name, reason)
+        })?;
         self.at(buffer.flat.f_narrow(0, int(target.offset), int(target.len)))
     }
 }

@@ -29,10 +29,10 @@ impl Tch {
                 autocast: Some(narrow),
                 ..self
             }),
-            None => Err(Error::Backend {
-                node: "autocast".to_owned(),
-                reason: format!("{dtype} does not have 16 bits: choose bf16 or f16"),
-            }),
+            None => Err(Error::backend(
+                "autocast",
+                format!("{dtype} does not have 16 bits: choose bf16 or f16"),
+            )),
         }
     }
 

@@ -266,10 +266,7 @@ fn own_mut(buffer: &mut dyn Buffer) -> Result<&mut TchBuffer> {
 }
 
 fn foreign() -> Error {
-    Error::Backend {
-        node: "optimizer step".to_owned(),
-        reason: "got a buffer of another backend".to_owned(),
-    }
+    Error::backend("optimizer step", "got a buffer of another backend")
 }
 
 #[cfg(test)]

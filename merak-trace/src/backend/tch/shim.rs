@@ -257,19 +257,13 @@ fn adopted<const N: usize>(
     out: [*mut C_tensor; N],
 ) -> Result<[Option<Tensor>; N]> {
     match message_of(message) {
-        Some(reason) => Err(Error::Backend {
-            node: node.to_owned(),
-            reason,
-        }),
+        Some(reason) => Err(Error::backend(node, reason)),
         None => Ok(out.map(adopt)),
     }
 }
 
 fn nothing(node: &str) -> Error {
-    Error::Backend {
-        node: node.to_owned(),
-        reason: "libtorch returned no tensor".to_owned(),
-    }
+    Error::backend(node, "libtorch returned no tensor")
 }
 
 /// Takes over a tensor that the shim allocated.

@@ -6,6 +6,7 @@
 
 use super::{
     super::{
+        foreign,
         masters::{Masters, NarrowCopy},
         misplaced,
     },
@@ -26,9 +27,9 @@ use tch::{Device, Kind, TchError, Tensor};
 
 /// libtorch's name of an element type.
 pub(super) fn kind_of(ty: &TensorType) -> Result<Kind> {
-    kind(ty.dtype).ok_or_else(|| Error::Backend {
-        node: ty.to_string(),
-        reason: format!("libtorch has no element type {}", ty.dtype),
+    kind(ty.dtype).ok_or_else(|| {
+        let reason = format!("libtorch has no element type {}", ty.dtype);
+        Error::backend(ty.to_string(), reason)
     })
 }
 
@@ -172,13 +173,6 @@ pub(super) fn steal(value: Value) -> Result<Tensor, Value> {
         }
         Ok(handle) => Err(handle.into_value(ty)),
         Err(shared) => Err(Value::new(ty, shared)),
-    }
-}
-
-fn foreign(ty: &TensorType) -> Error {
-    Error::Backend {
-        node: ty.to_string(),
-        reason: "is no value of this backend and element type".to_owned(),
     }
 }
 
@@ -460,7 +454,7 @@ pub(super) fn param_copies(
 ) -> Result<ParamStore> {
     let (_, narrow) = store_types(params)?;
     let Some(narrow) = narrow.filter(|_| masters.dtype() == DType::F32) else {
-        return Err(refused(
+        return Err(Error::backend(
             "parameters",
             format!(
                 "have no masters of {}: they are not trained in 16 bits",
@@ -492,7 +486,7 @@ fn views<'a>(
     let view = |(param, &offset): (&Param, &usize)| {
         let ty = &param.local;
         let Some(memory) = memory(ty).filter(|_| offset + ty.numel() <= len) else {
-            return Err(refused(
+            return Err(Error::backend(
                 &param.name,
                 format!("of type {ty} at {offset} does not fit {len} elements"),
             ));
@@ -504,13 +498,6 @@ fn views<'a>(
         Ok(Handle::of_param(view, changes.clone()).into_value(ty.clone()))
     };
     params.iter().zip(offsets).map(view).collect()
-}
-
-fn refused(name: &str, reason: String) -> Error {
-    Error::Backend {
-        node: name.to_owned(),
-        reason,
-    }
 }
 
 /// Elements of masters that are copied to the device at once.
@@ -541,7 +528,7 @@ fn store_types(params: &[Param]) -> Result<(DType, Option<DType>)> {
         .find(|param| param.kept_dtype() != param.local.dtype)
     {
         let (kept, ty) = (param.kept_dtype(), &param.local);
-        return Err(refused(
+        return Err(Error::backend(
             &param.name,
             format!(
                 "is to be kept in {kept} and read as {ty}; the tch backend keeps what nodes read"
@@ -557,7 +544,7 @@ fn store_types(params: &[Param]) -> Result<(DType, Option<DType>)> {
         _ => (first, None),
     };
     if !dtype.is_float() {
-        return Err(refused(
+        return Err(Error::backend(
             "parameters",
             format!("are of type {dtype}; the tch backend trains in f32, f64, bf16 or f16"),
         ));

@@ -65,12 +65,9 @@ impl Interpreter {
         let context = frame.context;
         let call = self.call(id, &context);
         let Some(Attended { line, qkv, bias }) = self.attended(id, operands, pieces) else {
-            return Err(Error::Backend {
-                node: call.name.to_owned(),
-                reason: "cannot pass in pieces: it hides keys, or its queries and keys are not \
-                         those of the sequences"
-                    .to_owned(),
-            });
+            let reason = "cannot pass in pieces: it hides keys, or its queries and keys are not \
+                          those of the sequences";
+            return Err(Error::backend(call.name, reason));
         };
         let bytes = qkv[1].ty().size_bytes() + qkv[2].ty().size_bytes();
         let all = qkv[1].ty().shape[1].max(1);
