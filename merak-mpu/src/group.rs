@@ -215,13 +215,7 @@ impl Group {
         let parts: Vec<_> = all.iter().skip(self.rank()).step_by(n).copied().collect();
         let pending = self.start_all_to_all_parts(Box::new(data), all)?;
         let joined: Vec<T> = into_vec(pending.wait()?)?;
-        let mut rest = joined.as_slice();
-        let parts = parts.into_iter().map(|length| {
-            let (part, behind) = rest.split_at(length);
-            rest = behind;
-            part.to_vec()
-        });
-        Ok(parts.collect())
+        Ok(split(&joined, &parts))
     }
 
     /// [`Communicator::start_all_gather_parts`] of a `Vec`, and the wait for it.
@@ -250,13 +244,7 @@ impl Group {
         let lengths = self.all_gather_vec(vec![signed(bytes.len())])?;
         let lengths: Vec<_> = lengths.into_iter().map(|length| length as usize).collect();
         let joined = self.all_gather_parts_vec(bytes, lengths.clone())?;
-        let mut rest = joined.as_slice();
-        let strings = lengths.into_iter().map(|length| {
-            let (string, behind) = rest.split_at(length);
-            rest = behind;
-            string.to_vec()
-        });
-        Ok(strings.collect())
+        Ok(split(&joined, &lengths))
     }
 
     /// Gathers one byte string of any length from each member, in rank order, on member `root`
@@ -473,6 +461,16 @@ impl Drop for Group {
 fn checked_sum(lengths: &[usize]) -> Option<usize> {
     let mut lengths = lengths.iter();
     lengths.try_fold(0, |sum: usize, &length| sum.checked_add(length))
+}
+
+/// The consecutive parts of these lengths.
+fn split<T: Element>(mut joined: &[T], lengths: &[usize]) -> Vec<Vec<T>> {
+    let parts = lengths.iter().map(|&length| {
+        let (part, rest) = joined.split_at(length);
+        joined = rest;
+        part.to_vec()
+    });
+    parts.collect()
 }
 
 fn signed(length: usize) -> i64 {

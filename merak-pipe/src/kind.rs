@@ -239,22 +239,19 @@ impl FromStr for ScheduleKind {
 
     fn from_str(name: &str) -> Result<Self> {
         let names = Self::ALL.map(|kind| (kind.as_str(), kind));
-        let mut names = names.into_iter().chain(Self::ALIASES);
+        let names = names.into_iter().chain(Self::ALIASES);
         if let Some((_, kind)) = names.clone().find(|(known, _)| *known == name) {
             return Ok(kind);
         }
         let similarity = |known: &str| strsim::jaro_winkler(known, name);
-        let first = names.next().expect("the registry is not empty").0;
-        let nearest = names.fold(first, |best, (known, _)| {
-            if similarity(known) > similarity(best) {
-                known
-            } else {
-                best
-            }
-        });
+        // Of equally similar names, the first.
+        let nearest = names
+            .map(|(known, _)| known)
+            .rev()
+            .max_by(|a, b| similarity(a).total_cmp(&similarity(b)));
         Err(Error::UnknownSchedule {
             name: name.into(),
-            nearest,
+            nearest: nearest.expect("the registry is not empty"),
             known: Self::ALL.map(Self::as_str).join(", "),
         })
     }

@@ -1,6 +1,6 @@
 //! Graphs as text, Graphviz and JSON.
 
-use crate::{Graph, Node, Op, ValueId};
+use crate::{Graph, Node, Op, Port, ValueId};
 use serde_json::{Value as Json, json};
 use std::fmt::Write as _;
 
@@ -39,15 +39,10 @@ pub fn graph(graph: &Graph, format: Format) -> String {
 
 fn text(graph: &Graph) -> String {
     let mut out = String::new();
-    for port in graph.inputs() {
-        let _ = writeln!(
-            out,
-            "input  {}: {} = \"{}\"",
-            port.value,
-            graph.ty(port.value),
-            port.name
-        );
-    }
+    let port = |kind: &str, Port { name, value }: &Port| {
+        format!("{kind} {value}: {} = \"{name}\"\n", graph.ty(*value))
+    };
+    out.extend(graph.inputs().iter().map(|input| port("input ", input)));
     for node in graph.nodes() {
         let results: Vec<_> = node
             .outputs
@@ -71,15 +66,7 @@ fn text(graph: &Graph) -> String {
             }
         );
     }
-    for port in graph.outputs() {
-        let _ = writeln!(
-            out,
-            "output {}: {} = \"{}\"",
-            port.value,
-            graph.ty(port.value),
-            port.name
-        );
-    }
+    out.extend(graph.outputs().iter().map(|output| port("output", output)));
     let _ = writeln!(
         out,
         "# {} nodes, {} parameters with {} elements",
@@ -174,7 +161,7 @@ fn escape(text: &str) -> String {
 
 /// A graph as an object with the lists `inputs`, `params`, `nodes` and `outputs`.
 pub fn to_json(graph: &Graph) -> Json {
-    let port = |port: &crate::Port| json!({ "name": port.name, "value": port.value, "type": graph.ty(port.value) });
+    let port = |port: &Port| json!({ "name": port.name, "value": port.value, "type": graph.ty(port.value) });
     json!({
         "inputs": graph.inputs().iter().map(port).collect::<Vec<_>>(),
         "params": graph.params(),
