@@ -184,10 +184,7 @@ impl Control {
     /// The error of a poisoned world. Where another rank is to blame, it names what this one does.
     pub(crate) fn explain(&self, doing: Option<&dyn fmt::Display>) -> Error {
         let Some(Verdict { failure, lost, .. }) = self.state.settled() else {
-            return Error::Aborted {
-                by: self.state.rank.0,
-                reason: "the world has ended".into(),
-            };
+            return Error::aborted(self.state.rank, "the world has ended");
         };
         let reason = match doing {
             Some(doing) if *lost || failure.culprit != self.state.rank => {
@@ -195,10 +192,7 @@ impl Control {
             }
             _ => failure.reason.clone(),
         };
-        Error::Aborted {
-            by: failure.culprit.0,
-            reason,
-        }
+        Error::aborted(failure.culprit, reason)
     }
 
     /// Says goodbye and waits until the control thread has left; on rank 0 that is when all others

@@ -279,6 +279,14 @@ pub enum Error {
 }
 
 impl Error {
+    /// The error of a world in which rank `by` has failed.
+    pub(crate) fn aborted(by: Rank, reason: impl Into<String>) -> Self {
+        Self::Aborted {
+            by: by.0,
+            reason: reason.into(),
+        }
+    }
+
     /// The rank to blame where another one may meet the error.
     pub(crate) fn culprit(&self) -> Option<Rank> {
         match self {

@@ -582,10 +582,8 @@ fn others(group: &GroupState) -> impl Iterator<Item = (usize, Rank)> + use<> {
 fn put(op: &mut Op, member: usize, second: bool, start: usize, data: &[u8]) -> Result<()> {
     let place = op.place(member, second, start, data.len());
     let Some(Extent { area, start, len }) = place else {
-        return Err(Error::Aborted {
-            by: op.group.members()[member].0,
-            reason: "it sent more data than its call has".into(),
-        });
+        let by = op.group.members()[member];
+        return Err(Error::aborted(by, "it sent more data than its call has"));
     };
     op.write(area, start..start + len, &mut |bytes| {
         bytes.copy_from_slice(data);

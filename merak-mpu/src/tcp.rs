@@ -115,10 +115,7 @@ fn weave(
             if other == rank {
                 return lacks("shared memory")(error);
             }
-            Error::Aborted {
-                by: other.0,
-                reason: format!("no memory could be shared with it: {error}"),
-            }
+            Error::aborted(other, format!("no memory could be shared with it: {error}"))
         })?;
         state.check()?;
     }

@@ -82,10 +82,7 @@ impl State {
     pub(crate) fn check(&self) -> Result<()> {
         match self.verdict() {
             None => Ok(()),
-            Some(Verdict { failure, .. }) => Err(Error::Aborted {
-                by: failure.culprit.0,
-                reason: failure.reason.clone(),
-            }),
+            Some(Verdict { failure, .. }) => Err(Error::aborted(failure.culprit, &failure.reason)),
         }
     }
 

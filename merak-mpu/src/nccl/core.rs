@@ -91,10 +91,7 @@ impl Core {
         let Failure {
             culprit, reason, ..
         } = self.inner.failure()?;
-        Some(Error::Aborted {
-            by: culprit.0,
-            reason,
-        })
+        Some(Error::aborted(culprit, reason))
     }
 
     /// Fails the world for an error of this rank, or of a rank that meets the same error, which

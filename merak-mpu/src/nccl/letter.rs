@@ -17,10 +17,7 @@ const STAMP_BYTES: usize = 8 + 1 + 128;
 
 /// Stands in a message for bytes that no rank sends.
 fn malformed(rank: Rank) -> Error {
-    Error::Aborted {
-        by: rank.0,
-        reason: Malformed.to_string(),
-    }
+    Error::aborted(rank, Malformed.to_string())
 }
 
 /// What a member says of its call: a digest of all that must agree, and text for people.

@@ -62,10 +62,7 @@ impl World {
     pub(super) fn check(&self) -> Result<()> {
         match self.poison.get() {
             None => Ok(()),
-            Some(poison) => Err(Error::Aborted {
-                by: poison.culprit.0,
-                reason: poison.reason.clone(),
-            }),
+            Some(poison) => Err(Error::aborted(poison.culprit, &poison.reason)),
         }
     }
 
