@@ -1,8 +1,8 @@
 //! Steps on buffers in the memory of a device, without a detour through host memory.
 
 use crate::{
-    Error, FlatLayout, OptimizerConfig, OptimizerKind, Result, layout::Extent, mapped::Floats,
-    state::OwnedState,
+    Error, FlatLayout, OptimizerConfig, OptimizerKind, Result, average, flat, layout::Extent,
+    mapped::Floats, state::OwnedState,
 };
 use merak_mpu::Buffer;
 use std::{fmt, ops::Range, sync::Arc};
@@ -46,6 +46,29 @@ pub trait StepDevice: fmt::Debug + Send + Sync {
         state: &mut [Box<dyn Buffer>],
         pieces: &[StepRange],
     ) -> Result<(), DeviceError>;
+
+    /// Moves the averages of pieces of the parameters towards them, as
+    /// [`ZeroConfig::ema_decay`](crate::ZeroConfig::ema_decay) says; they lie as the state does.
+    /// Unless a device has something better, this is done in host memory.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn average(
+        &self,
+        decay: f64,
+        params: &dyn Buffer,
+        averages: &mut dyn Buffer,
+        pieces: &[StepRange],
+    ) -> Result<(), DeviceError> {
+        let place = |piece: &StepRange| [piece.params.clone(), piece.state.clone()];
+        let places: Vec<_> = pieces.iter().map(place).collect();
+        flat::read(params, |params| {
+            flat::write(averages, |averages| {
+                average::follow(decay, params, averages, &places, 1);
+            });
+        });
+        Ok(())
+    }
 }
 
 /// The scalars of one step.
@@ -78,7 +101,9 @@ pub struct StepRange {
 #[derive(Debug)]
 pub(crate) struct DeviceState {
     device: Arc<dyn StepDevice>,
+    /// Those of the rule, then the averages.
     values: Vec<Box<dyn Buffer>>,
+    keeps_average: bool,
     /// With the factor of their learning rate.
     pieces: Vec<(f64, Vec<StepRange>)>,
 }
@@ -99,6 +124,7 @@ impl DeviceState {
         });
         Ok(Self {
             values: values.collect::<Result<_>>()?,
+            keeps_average: state.keeps_average(),
             pieces: pieces(layout, state, [params, grads, Extent::Owned]),
             device,
         })
@@ -120,29 +146,50 @@ impl DeviceState {
         params: &mut dyn Buffer,
         grads: &dyn Buffer,
     ) -> Result<()> {
+        let num_states = self.values.len() - usize::from(self.keeps_average);
+        let state = &mut self.values[..num_states];
         for (lr_scale, pieces) in &self.pieces {
             let step = Step {
                 lr: step.lr * lr_scale,
                 ..*step
             };
-            let updated = self
-                .device
-                .update(&step, params, grads, &mut self.values, pieces);
+            let updated = self.device.update(&step, params, grads, state, pieces);
             updated.map_err(Error::device("update"))?;
         }
         Ok(())
     }
 
+    /// Moves the averages, if they are kept, towards parameters that were stepped.
+    pub(crate) fn average(&mut self, decay: f64, params: &dyn Buffer) -> Result<()> {
+        let averages = self.values.last_mut().filter(|_| self.keeps_average);
+        let Some(averages) = averages else {
+            return Ok(());
+        };
+        for (_, pieces) in &self.pieces {
+            let averaged = self.device.average(decay, params, &mut **averages, pieces);
+            averaged.map_err(Error::device("average of the weights"))?;
+        }
+        Ok(())
+    }
+
+    /// Changes the averages, if they are kept, in host memory.
+    pub(crate) fn edit_averages(&mut self, edit: impl FnOnce(&mut [f32])) {
+        let averages = self.values.last_mut().filter(|_| self.keeps_average);
+        if let Some(averages) = averages {
+            flat::write(&mut **averages, edit);
+        }
+    }
+
     /// A copy of the state in host memory.
     pub(crate) fn read(&self) -> Vec<Vec<f32>> {
-        let host = |buffer: &dyn Buffer| crate::flat::read(buffer, <[f32]>::to_vec);
+        let host = |buffer: &dyn Buffer| flat::read(buffer, <[f32]>::to_vec);
         self.values.iter().map(|buffer| host(&**buffer)).collect()
     }
 
     /// Replaces the state by a copy of these values of host memory.
     pub(crate) fn write(&mut self, values: &[Arc<Floats>]) {
         for (buffer, values) in self.values.iter_mut().zip(values) {
-            crate::flat::write(&mut **buffer, |to| to.copy_from_slice(values));
+            flat::write(&mut **buffer, |to| to.copy_from_slice(values));
         }
     }
 }

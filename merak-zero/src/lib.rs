@@ -88,6 +88,9 @@
 //! together on one of them, a different one for each matrix, which makes the step orthogonal and
 //! returns the pieces.
 //!
+//! With [`ZeroConfig::ema_decay`], an exponential moving average of each weight is one more value
+//! of the state, under every rule and stage ([`ZeroOptimizer::swap_average`]).
+//!
 //! Where each tensor rank has a summand of the gradient of a parameter that all of them hold whole
 //! ([`ParamSpec::summed`]), what a rank owns of it is summed over the tensor group once per step,
 //! after the average over replicas and before the norm.
@@ -118,6 +121,7 @@
 //! schedules), [WSD](https://arxiv.org/abs/2404.06395). Unlike ZeRO's own code, part borders lie on
 //! norm-block borders, so that the norm of divided gradients has the bits of the undivided ones.
 
+mod average;
 mod blocks;
 #[cfg(feature = "candle")]
 mod candle;
@@ -145,6 +149,7 @@ mod whole;
 mod zero_config;
 mod zero_optimizer;
 
+pub use average::EMA;
 pub use blocks::{Block, NORM_BLOCK, sum_of_squares};
 pub use device::{DeviceError, Step, StepDevice, StepRange};
 pub use error::{Error, Result};

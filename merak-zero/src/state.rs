@@ -1,7 +1,9 @@
 //! What an optimizer keeps for the elements that its rank owns.
 
 use crate::{
-    Block, FlatLayout, OptimizerConfig, ParamSpec, Result, flat,
+    Block, EMA, FlatLayout, OptimizerConfig, ParamSpec, Result,
+    average::Place,
+    flat,
     layout::Extent,
     mapped::{Floats, MappedFloats},
     optimizer::{MAX_STATES, StateKind},
@@ -19,7 +21,8 @@ use std::{ops::Range, path::Path, sync::Arc};
 pub struct OwnedState {
     blocks: Vec<Block>,
     runs: Vec<Run>,
-    names: &'static [&'static str],
+    /// Those of the rule, then [`EMA`] where averages of the weights are kept.
+    names: Vec<&'static str>,
     /// One vector per name, of the owned elements in flat order.
     values: Vec<Arc<Floats>>,
 }
@@ -32,7 +35,7 @@ pub(crate) struct Run {
     /// Its place among the elements that the rank owns.
     packed: Range<usize>,
     local: Range<usize>,
-    /// In the order of [`OptimizerConfig::state_of`].
+    /// In the order of [`OptimizerConfig::state_of`], then the average.
     kept: Vec<Kept>,
 }
 
@@ -103,8 +106,44 @@ impl OwnedState {
             values: ends.iter().map(|&len| in_memory(vec![0.0; len])).collect(),
             blocks,
             runs,
-            names,
+            names: names.to_vec(),
         }
+    }
+
+    /// The same with averages of the owned elements, all zero.
+    pub(crate) fn with_average(mut self) -> Self {
+        for run in &mut self.runs {
+            run.kept.push(Kept {
+                kind: StateKind::of(EMA),
+                local: run.local.clone(),
+                packed: run.packed.clone(),
+            });
+        }
+        self.names.push(EMA);
+        self.values.push(in_memory(vec![0.0; self.num_owned()]));
+        self
+    }
+
+    /// Whether averages are kept, as the last of the names.
+    pub(crate) fn keeps_average(&self) -> bool {
+        self.names.last() == Some(&EMA)
+    }
+
+    /// The averages, in flat order; `None` where none are kept here.
+    pub(crate) fn averages_mut(&mut self) -> Option<&mut [f32]> {
+        if !self.keeps_average() {
+            return None;
+        }
+        let averages: &mut [f32] = &mut *Arc::make_mut(self.values.last_mut()?);
+        Some(averages)
+    }
+
+    /// Where the owned elements lie in a buffer of parameters, and among their averages.
+    pub(crate) fn places_of_averages(&self, params: Extent) -> Vec<Place> {
+        let places = self.runs.iter();
+        places
+            .map(|run| [run.place(params), run.packed.clone()])
+            .collect()
     }
 
     /// The same without room for values, which lie elsewhere.
@@ -152,9 +191,9 @@ impl OwnedState {
         &self.values
     }
 
-    /// The names of the kept values, in the order of PyTorch's state dicts.
-    pub fn names(&self) -> &'static [&'static str] {
-        self.names
+    /// The names of the kept values, in the order of PyTorch's state dicts; [`EMA`] comes last.
+    pub fn names(&self) -> &[&'static str] {
+        &self.names
     }
 
     /// The blocks that this rank owns, in flat order.
@@ -203,15 +242,16 @@ impl OwnedState {
         })
     }
 
-    /// The owned runs beside the values of each, in the order of [`OptimizerConfig::state_of`];
-    /// kinds that its rule does not keep are empty.
+    /// The owned runs beside the values of each that the rule keeps, in the order of
+    /// [`OptimizerConfig::state_of`]; kinds that its rule does not keep are empty.
     pub(crate) fn runs_and_values(
         &mut self,
     ) -> impl Iterator<Item = (&Run, [&mut [f32]; MAX_STATES])> {
         let runs = &self.runs;
         let mut all: Vec<[&mut [f32]; MAX_STATES]> =
             runs.iter().map(|_| Default::default()).collect();
-        for (name, values) in self.names.iter().zip(&mut self.values) {
+        let names = self.names.iter().filter(|name| **name != EMA);
+        for (name, values) in names.zip(&mut self.values) {
             let slot_of = |run: &Run| run.kept.iter().position(|kept| kept.kind.name == *name);
             let ranges = kept_as(runs, name).map(|(_, kept)| kept.packed.clone());
             let values: &mut [f32] = &mut *Arc::make_mut(values);

@@ -1,6 +1,6 @@
 //! Update rules of other programs.
 
-use crate::{Error, ParamSpec, Result, optimizer::MAX_STATES};
+use crate::{EMA, Error, ParamSpec, Result, optimizer::MAX_STATES};
 use std::fmt;
 
 /// An update rule of another program, for a [`ZeroOptimizer`](crate::ZeroOptimizer) that reduces
@@ -44,7 +44,7 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
     fn name(&self) -> &str;
 
     /// The names of the values that are kept for each element, in alphabetical order, four at most:
-    /// checkpoints have them.
+    /// checkpoints have them. [`EMA`] is the name of averages.
     fn state_names(&self) -> &'static [&'static str];
 
     /// Updates adjacent elements of a parameter; `grads` are clipped and without the loss scale.
@@ -81,7 +81,7 @@ pub(crate) fn check(rule: &dyn UpdateRule) -> Result<()> {
     let is_sorted = names.windows(2).all(|pair| pair[0] < pair[1]);
     let are_words = names.iter().all(|name| {
         let mut chars = name.chars();
-        !name.is_empty() && chars.all(|c| c.is_ascii_alphanumeric() || c == '_')
+        !name.is_empty() && *name != EMA && chars.all(|c| c.is_ascii_alphanumeric() || c == '_')
     });
     if is_sorted && are_words && names.len() <= MAX_STATES {
         return Ok(());
@@ -89,6 +89,6 @@ pub(crate) fn check(rule: &dyn UpdateRule) -> Result<()> {
     Err(Error::out_of_range(
         "state_names",
         format!("{names:?} of `{}`", rule.name()),
-        "at most four different names of ASCII letters, digits and `_`, in alphabetical order",
+        "at most four different names of ASCII letters, digits and `_`, in alphabetical order, none of them `ema`",
     ))
 }

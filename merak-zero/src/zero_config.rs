@@ -1,7 +1,7 @@
 //! How an optimizer reduces, clips and steps, and with whom.
 
 use crate::{
-    Error, FlatLayout, LossScaling, OptimizerConfig, ParamSpec, Result, ZeroStage,
+    Error, FlatLayout, LossScaling, OptimizerConfig, ParamSpec, Result, ZeroStage, average,
     exchange::{MOST_APART, MOST_IN_FLIGHT},
     gathering::MOST_GATHERED,
 };
@@ -28,6 +28,12 @@ pub struct ZeroConfig {
     /// The divisor before the sum; 1 stands for the number of ranks. The division after the sum
     /// makes both divisors together the number of ranks.
     pub gradient_predivide_factor: f64,
+    /// Decay of an exponential moving average of each weight, which the weight takes part in after
+    /// every step that is not skipped; `None`: none is kept.
+    ///
+    /// With decay `d`, weight `p` and average `e`, in f32: `e <- d e + (1 - d) p`. It is one more
+    /// value of the state, by the name [`EMA`](crate::EMA), that begins as the weight.
+    pub ema_decay: Option<f64>,
     /// Whether parameters are masters of weights that the caller keeps in 16 bits. From stage 1 on
     /// each rank then keeps the masters that it owns alone, and the ranks gather weights.
     pub has_masters: bool,
@@ -46,6 +52,7 @@ impl Default for ZeroConfig {
             gather_bucket_size: 500_000_000,
             prescale_gradients: false,
             gradient_predivide_factor: 1.0,
+            ema_decay: None,
             has_masters: false,
             threads: 1,
         }
@@ -60,6 +67,7 @@ impl ZeroConfig {
     #[expect(clippy::float_cmp, reason = "1 is the value that stands for unset")]
     pub fn validate(&self) -> Result<()> {
         self.optimizer.validate()?;
+        average::check(self.ema_decay)?;
         self.loss_scaling
             .iter()
             .try_for_each(LossScaling::validate)?;
@@ -133,7 +141,8 @@ pub struct ElementBytes {
     pub master: KeptBytes,
     /// The gradient.
     pub gradient: KeptBytes,
-    /// The state of the update rule; the most that it keeps for an element of any parameter.
+    /// The state of the update rule, the most that it keeps for an element of any parameter, and
+    /// the average of weights.
     pub state: KeptBytes,
 }
 
@@ -150,6 +159,11 @@ impl ZeroConfig {
     pub fn waits_in_passes(&self, replicas: usize) -> bool {
         let first = ZeroStage::Gradients.min(self.params_divided_from());
         self.divides_from(first, replicas)
+    }
+
+    /// The most values that are kept for each element of a parameter.
+    fn most_kept_per_element(&self) -> usize {
+        self.optimizer.most_kept_per_element() + usize::from(self.ema_decay.is_some())
     }
 
     /// The first stage whose ranks keep the parameters that they own alone.
@@ -191,7 +205,7 @@ impl ZeroConfig {
                 ranks: divided_from(ZeroStage::Gradients),
             },
             state: KeptBytes {
-                bytes: float * self.optimizer.most_kept_per_element(),
+                bytes: float * self.most_kept_per_element(),
                 ranks: divided_from(ZeroStage::OptimizerState),
             },
         }

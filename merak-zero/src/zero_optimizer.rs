@@ -1,5 +1,6 @@
 //! The optimizer of one rank.
 
+mod average;
 mod reduce;
 mod step;
 
@@ -64,6 +65,8 @@ pub struct ZeroOptimizer {
     scaler: Option<LossScaler>,
     /// Whether the gradients of the step in hand are averages already.
     reduced: bool,
+    /// Whether the averages of weights have started.
+    average_begun: bool,
 }
 
 /// Where the values of the state lie.
@@ -104,8 +107,9 @@ impl ZeroOptimizer {
         } else {
             layout.blocks().to_vec()
         };
+        let state = OwnedState::new(blocks, &layout, &config.optimizer);
         Ok(Self {
-            state: OwnedState::new(blocks, &layout, &config.optimizer),
+            state: average::beside(state, &config),
             products: Arc::new(PlainProducts {
                 threads: config.threads,
             }),
@@ -120,6 +124,7 @@ impl ZeroOptimizer {
             room: Room::Memory,
             progress: Progress::default(),
             reduced: false,
+            average_begun: false,
         })
     }
 
@@ -150,7 +155,8 @@ impl ZeroOptimizer {
         let names = rule.state_names();
         let kinds = |_: &ParamSpec| names.iter().map(|name| StateKind::of(name)).collect();
         let blocks = self.state.blocks().to_vec();
-        self.state = OwnedState::of_kinds(blocks, &self.layout, names, kinds);
+        let state = OwnedState::of_kinds(blocks, &self.layout, names, kinds);
+        self.state = average::beside(state, &self.config);
         self.rule = Some(rule);
         Ok(self)
     }
@@ -256,6 +262,7 @@ impl ZeroOptimizer {
     /// had.
     pub fn edit_state(&mut self, edit: impl FnOnce(&mut OwnedState)) -> Result<()> {
         self.keep_in_files()?;
+        self.average_begun = true;
         match &mut self.room {
             Room::Memory | Room::Files(_) => edit(&mut self.state),
             Room::Device(device) => {

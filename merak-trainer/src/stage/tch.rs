@@ -137,6 +137,17 @@ impl StepDevice for Steps {
         }
         Ok(())
     }
+
+    fn average(
+        &self,
+        decay: f64,
+        params: &dyn Buffer,
+        averages: &mut dyn Buffer,
+        pieces: &[merak_zero::StepRange],
+    ) -> Result<(), DeviceError> {
+        let pieces: Vec<_> = pieces.iter().map(piece).collect();
+        Ok(self.backend.average(decay, params, averages, &pieces)?)
+    }
 }
 
 fn piece(piece: &merak_zero::StepRange) -> StepRange {

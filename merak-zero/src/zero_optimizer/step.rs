@@ -115,6 +115,7 @@ impl ZeroOptimizer {
         let clip_factor = norm.clip_factor(self.config.max_grad_norm);
         self.note(norm.non_finite.as_deref());
         if norm.non_finite.is_none() {
+            self.begin_average(params)?;
             let (config, time) = (&self.config.optimizer, self.progress.steps);
             let grad_scale = clip_factor / loss_scale.unwrap_or(1.0);
             if let Room::Device(device) = &mut self.room {
@@ -129,6 +130,7 @@ impl ZeroOptimizer {
                 let mut step = |p: &mut [f32], g: &[f32]| self.update(lr, grad_scale, p, g);
                 flat::write(params, |p| flat::read(grads, |g| step(p, g)))?;
             }
+            self.follow(params)?;
         }
         let mut arrivals = self
             .exchange

@@ -10,7 +10,7 @@ use std::{ops::Range, sync::Arc};
 
 /// A device whose memory is the host's.
 #[derive(Debug)]
-struct Mirror;
+pub(crate) struct Mirror;
 
 fn read<T>(buffer: &dyn Buffer, f: impl FnOnce(&[f32]) -> T) -> T {
     let (mut f, mut out) = (Some(f), None);

@@ -12,11 +12,13 @@
 //! - `device`: steps in the memory of a device
 //! - `disk`: state in files that are mapped into memory
 //! - `other_rule`: rules of other programs
+//! - `averages`: averages of weights, in every stage and memory, beside every rule
 //! - `allocations`: what a step asks of the allocator does not grow with the ranks
 //! - `tensors`: variables of other libraries, beside the libraries' own AdamW: `candle`, `tch`
 //! - `errors`: what a wrong setting or buffer says
 
 mod allocations;
+mod averages;
 mod candle;
 mod device;
 mod disk;

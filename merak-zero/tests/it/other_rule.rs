@@ -91,10 +91,11 @@ fn a_rule_with_names_that_no_checkpoint_takes_is_refused() {
         }
         fn step(&self, _: &RuleStep<'_>, _: &mut [f32], _: &[f32], _: &mut [&mut [f32]]) {}
     }
-    const CASES: [&[&str]; 4] = [
+    const CASES: [&[&str]; 5] = [
         &["b", "a"],
         &["a", "a"],
         &["a/b"],
+        &["ema"],
         &["a", "b", "c", "d", "e"],
     ];
     world(1, |member| {

@@ -181,6 +181,34 @@ impl Tch {
         }
         params.renew()
     }
+
+    /// Moves averages of parameters, which lie as a state does, towards them: `decay` of each
+    /// stays, the rest is the parameter's.
+    ///
+    /// # Errors
+    /// When a buffer is another backend's, or libtorch fails.
+    pub fn average(
+        &self,
+        decay: f64,
+        params: &dyn Buffer,
+        averages: &mut dyn Buffer,
+        pieces: &[StepRange],
+    ) -> Result<()> {
+        self.enter();
+        let (params, averages) = (own(params)?, own(averages)?);
+        for piece in pieces {
+            let view = |buffer: &TchBuffer, range: &Range<usize>| {
+                buffer.flat.f_narrow(0, int(range.start), int(range.len()))
+            };
+            let follow = || {
+                let taken = view(params, &piece.params)?.f_mul_scalar(1.0 - decay)?;
+                let mut average = view(averages, &piece.state)?;
+                average.f_mul_scalar_(decay)?.f_add_(&taken)
+            };
+            let _ = follow().map_err(at("average of the weights"))?;
+        }
+        Ok(())
+    }
 }
 
 /// Ranges as runs of parts of one length, whose sums a device computes in two kernels. The bits of
@@ -412,6 +440,24 @@ mod tests {
             let first: Vec<_> = state.iter().map(|state| state[0] as f32).collect();
             assert_close(&values(&*moments[0]), &first);
         }
+    }
+
+    #[test]
+    fn averages_follow_their_formula() {
+        let tch = tch();
+        let mut averages = buffer(&tch, &noise(3)[..37]);
+        let mut expected = noise(3)[..37].to_vec();
+        for seed in 4..7 {
+            let params = buffer(&tch, &noise(seed));
+            tch.average(0.9, &*params, &mut *averages, &pieces())
+                .unwrap();
+            for piece in pieces() {
+                for (i, state) in piece.params.zip(piece.state) {
+                    expected[state] = 0.9_f32 * expected[state] + 0.1_f32 * noise(seed)[i];
+                }
+            }
+        }
+        assert_close(&values(&*averages), &expected);
     }
 
     #[test]
