@@ -283,13 +283,26 @@ impl Checkpoint {
     /// [`Error::MissingTensor`] where there is none, [`Error::Damaged`] where the header of its
     /// file is not that of the manifest.
     pub(crate) fn renamed(&self, names: &BTreeMap<String, String>) -> Result<Self> {
-        let mut tensors = Vec::with_capacity(names.len());
+        let mut positions = Vec::with_capacity(names.len());
         for (name, own) in names {
-            let index = self.tensor_index(&Kind::Parameter, own)?;
+            positions.push((self.tensor_index(&Kind::Parameter, own)?, name.clone()));
+        }
+        self.as_parameters(positions)
+    }
+
+    /// A handle on the tensors at these positions of the manifest, as parameters with these names,
+    /// which ascend.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] where the header of a tensor's file is not that of the manifest.
+    pub(crate) fn as_parameters(&self, positions: Vec<(usize, String)>) -> Result<Self> {
+        let mut tensors = Vec::with_capacity(positions.len());
+        for (index, name) in positions {
             let tensor = &self.manifest.tensors[index];
             (0..tensor.slices.len()).try_for_each(|slice| self.check_header_once(index, slice))?;
             tensors.push(TensorEntry {
-                name: name.clone(),
+                kind: Kind::Parameter,
+                name,
                 ..tensor.clone()
             });
         }
@@ -303,7 +316,7 @@ impl Checkpoint {
         for (renamed, own) in renamed.files.iter_mut().zip(&self.files) {
             renamed.sums.clone_from(&own.sums);
         }
-        // They have the parameters' own names, and were just checked.
+        // They have the tensors' own names, and were just checked.
         let headers = renamed.files.iter().map(|file| &file.has_sound_header);
         headers.for_each(mark);
         Ok(renamed)

@@ -57,6 +57,17 @@ fn inspect_prints_a_table_and_json() {
 }
 
 #[test]
+fn an_export_of_averages_says_where_there_are_none() {
+    let folder = tempfile::tempdir().unwrap();
+    save(&Store::in_output_dir(folder.path()), 1, topology(1, 1, 1)).unwrap();
+    let (status, _, errors) = run(folder.path(), &["export-hf", ".", "out", "--ema"]);
+    assert_eq!(status, 2, "{errors}");
+    let expected = "it has no averages of its weights: its run was without \"ema_decay\"";
+    assert!(errors.contains(expected), "{errors}");
+    assert!(!folder.path().join("out").exists());
+}
+
+#[test]
 fn verify_names_what_is_damaged_and_a_way_out() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::in_output_dir(folder.path());

@@ -171,6 +171,9 @@ pub(crate) struct ExportHf {
     src: PathBuf,
     /// Folder to make
     hf_dir: PathBuf,
+    /// Writes the averages of the weights, which a run with `ema_decay` keeps, in their place
+    #[arg(long)]
+    ema: bool,
     #[command(flatten)]
     files: HfFiles,
 }
@@ -237,7 +240,10 @@ impl ImportHf {
 
 impl ExportHf {
     pub(crate) fn run(&self) -> Result<Outcome> {
-        let source = Checkpoint::open(&self.src)?;
+        let mut source = Checkpoint::open(&self.src)?;
+        if self.ema {
+            source = source.averaged()?;
+        }
         export_hf(&source, &self.hf_dir, &self.files.options())?;
         Ok(written(&self.hf_dir))
     }
