@@ -1,5 +1,6 @@
 //! One rank's stages: their programs, their parameters, their gradients, their optimizer.
 
+mod average;
 mod gathered;
 mod gradients;
 mod magnitudes;

@@ -1,6 +1,7 @@
 //! One rank's trainer: its parts, how it starts, what it tells.
 
 mod adapter;
+mod average;
 mod base;
 mod best;
 mod callback;
@@ -222,6 +223,7 @@ impl MerakTrainer {
         if self.stages.is_blank {
             self.stages.draw(self.parts.num_threads, |_| true)?;
             self.stages.start_magnitudes()?;
+            self.stages.start_average()?;
         }
         Ok(())
     }
@@ -244,11 +246,12 @@ impl MerakTrainer {
     /// # Errors
     /// [`ConfigError::UnknownMetric`](crate::ConfigError::UnknownMetric).
     pub fn check_metric(plan: &Plan, args: &CheckedArguments) -> Result<()> {
-        let known = evaluation::built_in(plan);
+        let known = evaluation::built_in(plan, args);
         let name = &args.metric_for_best_model;
-        if known.contains(&name.0.as_str()) {
+        if known.contains(&name.0) {
             return Ok(());
         }
+        let known: Vec<_> = known.iter().map(String::as_str).collect();
         Err(name.unknown(&known))
     }
 

@@ -428,7 +428,7 @@ impl CheckedArguments {
             gather_bucket_size: self.zero_allgather_bucket_size,
             prescale_gradients: self.prescale_gradients,
             gradient_predivide_factor: self.gradient_predivide_factor,
-            ema_decay: None,
+            ema_decay: self.ema_decay,
             has_masters: self.has_masters(),
             threads,
         }

@@ -316,6 +316,10 @@ settings! {
         muon_epsilon: f64 [more_than 0] = 1e-7,
         /// Largest global gradient norm; 0 or less switches clipping off.
         max_grad_norm: f64 = 1.0,
+        /// Decay of an exponential moving average of the trained weights, which moves after each
+        /// update; it is evaluated beside the weights, as `eval_ema_loss`, and saved with the
+        /// optimizer's state; unset: none is kept.
+        ema_decay: Option<f64> [at_least 0, less_than 1] = None,
         /// Steps in a row without finite gradients after which a run ends; each of them changes
         /// nothing. Under `fp16` those count in which the loss scale cannot fall.
         max_skipped_steps: usize [at_least 1] = 50,

@@ -61,11 +61,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("dataloader_pin_memory", &["true", "false"], ""),
     // "compute.device" names the device; `Config::check` refuses true beside another one.
     reserved("use_cpu", &["false", "true"], ""),
-    reserved(
-        "ema_decay",
-        NONE,
-        ": no average of the weights is kept; \"load_best_model_at_end\" takes the best of a run",
-    ),
 ];
 
 /// Hugging Face training arguments without effect here, and what to use instead where there is

@@ -336,7 +336,10 @@ impl Callback for Reporter {
     fn on_evaluate(&mut self, metrics: &EvaluationMetrics, _: &mut TrainerControl) {
         if let Some(this) = &mut *self.lock() {
             let (step, loss) = (metrics.step, metrics.eval_loss);
-            this.say(&format!("step {step}: validation loss {loss:.4}"));
+            let average = metrics.get("eval_ema_loss");
+            let average = average.map(|loss| format!(", of the average {loss:.4}"));
+            let average = average.unwrap_or_default();
+            this.say(&format!("step {step}: validation loss {loss:.4}{average}"));
             this.record(metrics);
         }
     }

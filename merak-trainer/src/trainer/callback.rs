@@ -93,7 +93,7 @@ pub trait Callback: Send {
     }
 
     /// `done` of the `total` iterations of an evaluation are done: 0 at its start, `total` at its
-    /// end.
+    /// end. With `ema_decay`, the averages of the weights have iterations of their own behind it.
     fn on_evaluation_step(&mut self, done: usize, total: usize) {
         let _ = (done, total);
     }

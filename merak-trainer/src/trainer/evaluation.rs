@@ -2,6 +2,7 @@
 
 use super::{
     MerakTrainer,
+    average::of_averages,
     callback::Told,
     prediction::{
         ClassCounts, ComputeMetrics, PredictionKind, PredictionOutput, Rows, has_classes,
@@ -35,11 +36,12 @@ pub struct EvaluationMetrics {
     pub eval_loss: f64,
     /// Samples evaluated.
     pub eval_samples: usize,
-    /// Seconds that the evaluation took.
+    /// Seconds that the evaluation of the weights took.
     pub eval_runtime: f64,
     /// Samples per second.
     pub eval_samples_per_second: f64,
-    /// All other metrics, by names that begin with `eval_`.
+    /// All other metrics, by names that begin with `eval_`; those of averages of the weights
+    /// (`ema_decay`) begin with `eval_ema_`.
     #[serde(flatten)]
     pub metrics: BTreeMap<String, f64>,
 }
@@ -65,19 +67,23 @@ impl EvaluationMetrics {
 const PERPLEXITY: &str = "eval_perplexity";
 
 /// The metrics that evaluations of a plan's model give by themselves.
-pub(super) fn built_in(plan: &Plan) -> Vec<&'static str> {
+pub(super) fn built_in(plan: &Plan, args: &CheckedArguments) -> Vec<String> {
     let others: &[_] = if has_classes(plan.draft.model.objective()) {
         &ClassCounts::NAMES
     } else {
         &[PERPLEXITY]
     };
-    [&[EvaluationMetrics::LOSS], others].concat()
+    let names = [&[EvaluationMetrics::LOSS], others].concat();
+    let averages = names.iter().filter(|_| args.ema_decay.is_some());
+    let averages = averages.map(|name| of_averages(name));
+    let own = names.iter().map(|name| (*name).to_owned());
+    own.chain(averages).collect()
 }
 
 impl MerakTrainer {
     /// The mean loss over the evaluation data, each sample once, and the other metrics of the
-    /// model; the same on every rank. Where the loss is not finite, the log names the first samples
-    /// whose loss is not.
+    /// model; the same on every rank. With `ema_decay`, a further pass measures the averages of the
+    /// weights. Where the loss is not finite, the log names the first samples whose loss is not.
     ///
     /// # Communication
     /// Per microbatch the pipeline's forward hops, per iteration an all-reduce of 8 bytes over the
@@ -105,16 +111,27 @@ impl MerakTrainer {
             }));
         };
         let order = order(&self.args, data.len())?;
+        let mut metrics = self.measure(&*data, &order)?;
+        let averages = self.measure_averages(|trainer| trainer.measure(&*data, &order))?;
+        metrics.metrics.extend(averages);
+        self.tell(|callback, control| callback.on_evaluate(&metrics, control));
+        Ok(metrics)
+    }
+
+    /// The metrics of the weights that the trainer has now.
+    fn measure(
+        &mut self,
+        data: &dyn Dataset,
+        order: &EvaluationOrder,
+    ) -> Result<EvaluationMetrics> {
         let computes = self.parts.compute_metrics.clone();
         let kind = computes.is_some().then(|| self.prediction_kind());
-        let mut output = self.pass_over(&*data, &order, kind)?;
+        let mut output = self.pass_over(data, order, kind)?;
         if let Some(compute) = computes {
             let computed = self.computed(&compute, &output)?;
             output.metrics.metrics.extend(computed);
         }
-        let metrics = output.metrics;
-        self.tell(|callback, control| callback.on_evaluate(&metrics, control));
-        Ok(metrics)
+        Ok(output.metrics)
     }
 
     /// Forwards samples in their order; gathers predictions of a kind, if one is given.

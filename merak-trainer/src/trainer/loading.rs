@@ -17,6 +17,7 @@ use crate::{
 use merak_ckpt::{Checkpoint, DType, Kind, Layout, Piece, Topology};
 use merak_mpu::{Rank, ReduceOp};
 use merak_trace::Param;
+use merak_zero::EMA;
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -26,7 +27,8 @@ use std::{
 struct ReadState {
     /// The bytes of each parameter of this rank; `None` leaves it as it is.
     weights: Vec<Option<Vec<u8>>>,
-    optimizer: Option<Vec<Vec<f32>>>,
+    /// The values of each slice of its state; `None` leaves them as they are.
+    optimizer: Option<Vec<Option<Vec<f32>>>>,
     /// The run that saved it; `None` in a release.
     state: Option<RunState>,
 }
@@ -193,10 +195,13 @@ impl MerakTrainer {
             state,
         } = read;
         self.set_weights(&weights)?;
+        self.stages.start_average()?;
         if let Some(values) = optimizer {
             self.stages.optimizer.edit_state(|state| {
                 for (slice, values) in state.slices_mut().zip(values) {
-                    slice.values.copy_from_slice(&values);
+                    if let Some(values) = values {
+                        slice.values.copy_from_slice(&values);
+                    }
                 }
             })?;
         }
@@ -311,8 +316,9 @@ impl MerakTrainer {
         params.enumerate().map(read).collect()
     }
 
-    /// The optimizer state that this rank owns, in the order of its slices.
-    fn read_optimizer(&self, checkpoint: &Checkpoint) -> Result<Vec<Vec<f32>>> {
+    /// The optimizer state that this rank owns, in the order of its slices; `None` for averages
+    /// that the checkpoint lacks.
+    fn read_optimizer(&self, checkpoint: &Checkpoint) -> Result<Vec<Option<Vec<f32>>>> {
         let state = self.stages.optimizer.state();
         let params = &self.stages.table;
         let trained = self.stages.trained();
@@ -320,12 +326,16 @@ impl MerakTrainer {
             let param = &params[trained[slice.param]];
             let place = state_layout(&self.layout(param)?, slice.without)?;
             let kind = Kind::optimizer(slice.name);
+            let stored = checkpoint.manifest().tensor(&kind, &param.name);
+            if slice.name == EMA && stored.is_none() {
+                return Ok(None);
+            }
             let mut values = vec![0.0_f32; slice.values.len()];
             checkpoint.read(
                 &piece(&kind, param, &place, Some(slice.local)),
                 bytemuck::cast_slice_mut(&mut values),
             )?;
-            Ok(values)
+            Ok(Some(values))
         };
         state.slices().map(read).collect()
     }

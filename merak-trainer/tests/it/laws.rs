@@ -1,6 +1,7 @@
 //! What no topology, schedule or interruption may change.
 
 pub(crate) mod agreement; // L2 over 30 steps, in every stage and precision
+mod averages; // L1, L3: averages of weights
 mod best; // the best model of a run
 mod bf16; // L1 to L3: weights of bf16
 mod control; // callbacks that act

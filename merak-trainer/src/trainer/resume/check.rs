@@ -13,7 +13,7 @@ use crate::{
 };
 use merak_ckpt::{Checkpoint, Kind, LoraConfig, Manifest};
 use merak_trace::Param;
-use merak_zero::OptimizerKind;
+use merak_zero::{EMA, OptimizerKind};
 use std::collections::BTreeSet;
 
 /// Checks what the manifest tells: the model, the parts, the optimizer. Returns the state of the
@@ -226,7 +226,8 @@ fn check_optimizer(
     }
     let kinds = checkpoint.manifest().kinds().into_iter();
     let found: Vec<_> = kinds
-        .filter(|kind| **kind != Kind::Parameter)
+        // Averages of weights stand beside every rule.
+        .filter(|kind| **kind != Kind::Parameter && kind.as_str() != EMA)
         .map(Kind::as_str)
         .collect();
     let rule = rule_name(args, parts);

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{config::CheckedArguments, data::DataFingerprint, plan::Plan};
 use merak_ckpt::Checkpoint;
+use merak_zero::EMA;
 use serde_json::Value;
 use std::path::Path;
 
@@ -33,6 +34,7 @@ pub(in crate::trainer) fn warn_of_checkpoint(
             warn_of_data(plan, parts, saved, checkpoint);
             warn_of_batch(args, saved, checkpoint);
             warn_of_optimizer(args, checkpoint);
+            warn_of_averages(args, checkpoint);
         }
         None => {}
     }
@@ -147,6 +149,28 @@ fn warn_of_optimizer(args: &CheckedArguments, checkpoint: &Checkpoint) {
                 "the run that was imported had another value, and goes on with the given one"
             );
         }
+    }
+}
+
+/// Warns where averages of the weights do not go on as the checkpoint's run had them.
+fn warn_of_averages(args: &CheckedArguments, checkpoint: &Checkpoint) {
+    let path = checkpoint.path().display();
+    let mut kinds = checkpoint.manifest().kinds().into_iter();
+    let are_saved = kinds.any(|kind| kind.as_str() == EMA);
+    match args.ema_decay {
+        Some(_) if !are_saved => {
+            tracing::warn!(
+                %path,
+                "the checkpoint has no averages of the weights: they start as its weights"
+            );
+        }
+        None if are_saved && !args.no_load_optim => {
+            tracing::warn!(
+                %path,
+                "\"ema_decay\" is unset: the checkpoint's averages of the weights are dropped"
+            );
+        }
+        _ => {}
     }
 }
 

@@ -251,6 +251,7 @@ const ROWS: &[(&str, Shown)] = &[
     ("muon_ns_steps", Built(UPDATE, MUON, "3")),
     ("muon_epsilon", Built(UPDATE, MUON, "0.5")),
     ("max_grad_norm", Built(UPDATE, &[], "0.5")),
+    ("ema_decay", Built(UPDATE, &[], "0.5")),
     ("max_skipped_steps", Run("tests/it/cli/samples.rs", "gradients_that_are_never_finite_end_a_run")),
     ("divergence_guard", GUARD),
     ("divergence_window", GUARD),

@@ -133,3 +133,43 @@ mod tch {
         assert_eq!(scales, [256., 256., 512., 512., 1024., 1024.]);
     }
 }
+
+#[test]
+fn averages_of_the_weights_are_evaluated_recorded_and_judged() {
+    let place = Workplace::new();
+    let keys = "--do_eval --eval_steps 2 --max_steps 4 --ema_decay 0.5";
+    let judged = "--load_best_model_at_end --metric_for_best_model ema_loss";
+    let shown = place.merak(&format!("train merak.toml {keys} {judged}"));
+    assert_eq!(shown.status, Some(0), "{}", shown.stderr);
+    let told = format!("{}{}", shown.stdout, shown.stderr);
+    assert_eq!(told.matches(", of the average ").count(), 2, "{told}");
+    let text = fs::read_to_string(place.path("run/metrics.jsonl")).expect("the records of a run");
+    let records = text.lines().map(serde_json::from_str::<Value>);
+    let records = records.map(|record| record.expect("one object a line"));
+    let evaluated: Vec<_> = records
+        .filter(|record| record.get("eval_loss").is_some())
+        .collect();
+    assert_eq!(numbers(&evaluated, "step"), [2., 4.]);
+    let perplexities = numbers(&evaluated, "eval_ema_perplexity");
+    for (loss, perplexity) in numbers(&evaluated, "eval_ema_loss")
+        .iter()
+        .zip(perplexities)
+    {
+        assert!((loss.exp() / perplexity - 1.0).abs() < 1e-9, "{text}");
+    }
+    let resume = |keys: &str| {
+        let line = format!("train merak.toml --resume latest --max_steps 5 --dry-run {keys}");
+        let ended = place.merak(&line);
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        ended.stderr
+    };
+    let dropped = "the checkpoint's averages of the weights are dropped";
+    assert!(resume("").contains(dropped));
+    assert!(!resume("--ema_decay 0.9").contains("averages of the weights"));
+    place.succeed("train merak.toml --overwrite_output_dir --max_steps 1");
+    let started = "the checkpoint has no averages of the weights: they start as its weights";
+    assert!(resume("--ema_decay 0.9").contains(started));
+    let unknown = place.mistake(&format!("train merak.toml --dry-run --do_eval {judged}"));
+    let known = "but an evaluation gives eval_loss or eval_perplexity";
+    assert!(unknown.contains(known), "{unknown}");
+}

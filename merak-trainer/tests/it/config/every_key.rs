@@ -30,7 +30,7 @@ fn other_value(name: &str) -> Value {
         "data.format" => json!("tensors"),
         "data.tokenizer" => json!("/data/tokenizer.json"),
         "cost_model" => json!("counted"),
-        "autopipe.comm_cost" | "peak_flops" => json!(0.25),
+        "autopipe.comm_cost" | "ema_decay" | "peak_flops" => json!(0.25),
         "output_dir"
         | "cost_cache"
         | "data.path"
@@ -267,6 +267,7 @@ muon_nesterov = true
 muon_ns_steps = 5
 muon_epsilon = 1e-7
 max_grad_norm = 1.0
+ema_decay = null
 max_skipped_steps = 50
 divergence_guard = false
 divergence_window = 50

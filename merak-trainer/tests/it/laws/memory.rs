@@ -27,6 +27,19 @@ fn model_state_takes_what_its_stage_says_and_the_plan_foretells_it() {
     takes_what_its_stage_says(&case(), &[("", BYTES), ("bf16", SHORT_BYTES)]);
 }
 
+#[test]
+fn averages_of_weights_are_divided_as_the_state_and_foretold() {
+    let bytes = BYTES.map(|[whole, divided]| {
+        // Stage 0 divides nothing.
+        if divided == 0 {
+            [whole + 4, 0]
+        } else {
+            [whole, divided + 4]
+        }
+    });
+    takes_what_its_stage_says(&case().with("ema_decay", 0.9), &[("", bytes)]);
+}
+
 /// Compares what ranks hold in all stages, in these types, with the table of the type and with the
 /// plan.
 pub(crate) fn takes_what_its_stage_says(case: &Case, types: &[(&str, [[usize; 2]; 4])]) {

@@ -20,6 +20,16 @@ fn state_in_files_changes_no_bit_in_any_stage_and_type() {
             let what = format!("stage {stage}, bf16 {bf16}");
             let (beside, files) = (case.run(3), on_disk(&case, folder.path()).run(3));
             assert_same_bits(&files, &beside, &what);
+            let evaluated = |case: &Case| {
+                let case = case.clone().with("ema_decay", 0.5);
+                case.on_ranks(|trainer| {
+                    trainer.train_step()?;
+                    trainer.train_step()?;
+                    Ok(trainer.evaluate()?.metrics)
+                })
+            };
+            let files = evaluated(&on_disk(&case, folder.path()));
+            assert_eq!(files, evaluated(&case), "{what}");
         }
     }
     let entries = folder.path().read_dir().expect("the run made the folder");
