@@ -61,8 +61,8 @@ pub(crate) struct Args {
     /// checkpoint.
     #[arg(long, value_name = "R", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=10_000))]
     max_restarts: u32,
-    /// The port where rank 0 is found, and the next higher one after each restart; unset: a free
-    /// one.
+    /// The port where rank 0 is found, and the next higher free one after each restart; unset: a
+    /// free one.
     #[arg(long, value_name = "P", value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
     /// Seconds that the other ranks have to end after one has failed, before they are killed.
@@ -112,14 +112,12 @@ pub(crate) fn run(args: Args, log: &str) -> Outcome {
         process::id(),
         now.unwrap_or_default().as_nanos()
     );
-    let mut last_port = None;
+    let mut port = match args.master_port {
+        Some(port) => given_port(port)?,
+        None => free_port(None)?,
+    };
     let mut restart = 0;
     loop {
-        let port = match args.master_port {
-            Some(first) => given_port(first, restart)?,
-            None => free_port(last_port)?,
-        };
-        last_port = Some(port);
         let start = Start {
             program: &program,
             guard: &guard,
@@ -131,17 +129,20 @@ pub(crate) fn run(args: Args, log: &str) -> Outcome {
             grace: Duration::from_secs_f64(args.grace_s),
             log,
         };
-        let outcome = start.run(&events, &sender).map_err(of_start)?;
-        let (verdict, is_stopped) = outcome;
+        let (verdict, is_stopped) = start.run(&events, &sender).map_err(of_start)?;
         match verdict {
             Verdict::Done => return Ok(ExitCode::SUCCESS),
             Verdict::Stopped(status) => return Ok(ExitCode::from(status)),
             Verdict::Failed(end) => {
                 let status = end.how.exit_status();
-                if restart == args.max_restarts || is_stopped || !program.may_recover_from(status) {
+                let is_last =
+                    restart == args.max_restarts || is_stopped || !program.may_recover_from(status);
+                let next = || next_port(port, args.master_port.is_some());
+                let Some(next) = (!is_last).then(next).flatten() else {
                     let restarts = restart;
                     return Err(RankFailed { end, restarts }.into());
-                }
+                };
+                port = next;
                 restart += 1;
                 tracing::warn!(
                     "rank {} {}: all ranks are started again, restart {restart} of {}",
@@ -214,23 +215,35 @@ fn free_port(last: Option<u16>) -> io::Result<u16> {
     }
 }
 
-/// The port that was asked for, moved on by one at each restart, if nobody listens there.
-fn given_port(first: u16, restart: u32) -> Result<u16, Failure> {
-    let port = u32::from(first) + restart;
-    let Ok(port) = u16::try_from(port) else {
-        return Err(format!(
-            "--master-port {first} leaves no port for restart {restart}: the last is 65535"
-        )
-        .into());
-    };
+/// The port that was asked for, if nobody listens there.
+fn given_port(port: u16) -> Result<u16, Failure> {
     match TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
         Ok(_) => Ok(port),
         Err(error) => Err(format!(
-            "--master-port {first}: port {port} of 127.0.0.1 cannot be taken ({error}): choose \
+            "--master-port {port}: port {port} of 127.0.0.1 cannot be taken ({error}): choose \
              another, or leave the option out for a free one"
         )
         .into()),
     }
+}
+
+/// The port of the next start after one with port `last`: where that was asked for, the next higher
+/// one that nobody listens at. Without one the ranks are not started again.
+fn next_port(last: u16, was_given: bool) -> Option<u16> {
+    if !was_given {
+        let found = free_port(Some(last));
+        return found.inspect_err(|error| tracing::warn!("{error}")).ok();
+    }
+    let next = (last..=u16::MAX).skip(1).find(|&port| {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port));
+        listener.is_ok()
+    });
+    if next.is_none() {
+        tracing::warn!(
+            "no port of 127.0.0.1 after {last} can be taken: the ranks are not started again"
+        );
+    }
+    next
 }
 
 fn seconds(text: &str) -> Result<f64, String> {

@@ -4,6 +4,7 @@ use std::{
     collections::BTreeSet,
     fs,
     io::{BufRead, BufReader, Lines},
+    net::TcpListener,
     process::{Child, ChildStdout, Command, Stdio},
     sync::mpsc,
     thread,
@@ -287,6 +288,37 @@ fn ranks_start_again_on_a_new_port_until_they_succeed_or_the_restarts_are_used()
 }
 
 #[test]
+fn a_restart_passes_over_ports_that_are_taken_and_none_left_keeps_the_status_of_the_rank() {
+    let place = Workplace::new();
+    let taken = TcpListener::bind(("127.0.0.1", 29_781)).expect("a port");
+    let command = launch(
+        &place,
+        "-n 1 --max-restarts 1 --master-port 29780",
+        "echo $MASTER_PORT; exit 5",
+    );
+    let ended = end(&place, command);
+    drop(taken);
+    assert_eq!(ended.status, Some(5), "{}", ended.stderr);
+    let ports: Vec<_> = ended.stdout.lines().map(str::to_owned).collect();
+    assert_eq!(numbers(&ports), [29_780, 29_782]);
+    let command = launch(
+        &place,
+        "-n 1 --max-restarts 3 --master-port 65535",
+        "exit 5",
+    );
+    let ended = end(&place, command);
+    assert_eq!(ended.status, Some(5), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("no port of 127.0.0.1 after 65535")
+            && ended
+                .stderr
+                .ends_with("error: rank 0 ended with status 5\n"),
+        "{}",
+        ended.stderr
+    );
+}
+
+#[test]
 fn the_rank_that_alone_got_a_signal_is_named() {
     let place = Workplace::new();
     for rank in [2, 0] {
@@ -372,7 +404,7 @@ fn a_command_that_cannot_be_launched_is_refused_with_what_can() {
     assert_snapshot!(told("-n 2 -- launch -n 2 -- train"), @"error: `merak launch` starts other commands, not itself");
     assert_snapshot!(told("-n 2 -- merak"), @"error: no command after the options: write merak launch -n 2 -- train CONFIG");
     assert_snapshot!(told("-n 2 -- ./merak.toml"), @r#"error: cannot start rank 0 as ./merak.toml: Permission denied (os error 13)"#);
-    let taken = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let taken = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let port = taken.local_addr().expect("an address").port();
     let in_use =
         told(&format!("-n 2 --master-port {port} -- doctor")).replace(&port.to_string(), "PORT");
@@ -478,7 +510,7 @@ fn half_an_environment_is_told_and_a_world_of_one_is_a_process() {
 #[test]
 fn a_process_that_cannot_join_tells_those_that_wait_for_it() {
     let place = Workplace::new();
-    let port = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let port = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let port = port.local_addr().expect("an address").port();
     let rank = |rank: &str| {
         let mut command = place.command("train merak.toml --dp 3 --distributed.timeout_s 100");
