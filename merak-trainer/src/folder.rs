@@ -23,11 +23,12 @@ mod start;
 
 use crate::{
     config::{CheckedArguments, RESOLVED},
-    error::{FolderError, Result, chain},
+    error::{Error, FolderError, Result, chain},
+    machine::host_name,
 };
 use check::{check_link, check_names, check_place};
 pub(crate) use contents::Contents;
-use lock::{MadeFolders, lock, not_held};
+use lock::{MadeFolders, is_held_by, lock, not_held};
 use merak_ckpt::{HeldFile, words::file, write_regular};
 use moves::{recover, remove_aside};
 use start::{Found, Start, adapter_of};
@@ -38,6 +39,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 /// The value of `resume_from_checkpoint` for the newest sound checkpoint of the run, or a fresh
@@ -73,6 +75,10 @@ const FILES: [&str; 4] = [RESOLVED, METRICS_FILE, REPORT_FILE, TRACE_FILE];
 
 /// The lock file, which names the writing process.
 const LOCK: &str = ".lock";
+
+/// Longest wait for what another host has written: network file systems keep for as long what they
+/// have seen of a folder.
+const MOST_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Folder of a replaced run, until the run that replaces it saves.
 const ASIDE: &str = "replaced-run";
@@ -160,6 +166,33 @@ impl RunFolder {
             has_aside: AtomicBool::new(false),
             has_lost: AtomicBool::new(false),
             path,
+        }))
+    }
+
+    /// The process that has taken the folder, as its lock names it.
+    ///
+    /// # Errors
+    /// When the lock cannot be read.
+    pub fn holder(args: &CheckedArguments) -> Result<String> {
+        let path = args.run_folder()?;
+        fs::read_to_string(path.join(LOCK)).map_err(FolderError::output_dir(&path))
+    }
+
+    /// Checks that this process sees the folder that `holder` has taken, which may be on another
+    /// host. What was just written there may take a while to be seen here.
+    ///
+    /// # Errors
+    /// [`FolderError::NotShared`] where it does not.
+    pub fn expect_shared(args: &CheckedArguments, holder: &str) -> Result<()> {
+        let folder = args.run_folder()?;
+        let half = Duration::from_secs_f64(args.distributed.timeout_s / 2.0);
+        if is_held_by(&folder, holder, half.min(MOST_PATIENCE)) {
+            return Ok(());
+        }
+        Err(Error::Folder(FolderError::NotShared {
+            folder,
+            holder: holder.trim().to_owned(),
+            host: host_name(),
         }))
     }
 

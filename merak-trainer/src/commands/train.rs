@@ -204,11 +204,17 @@ struct Finished {
 }
 
 impl Run<'_> {
-    /// Takes the folder of the run, in the process of the first rank.
+    /// Takes the folder of the run, in the process of the first rank. The others look whether it
+    /// is theirs too, since a save would find out only after steps of training.
     fn take_folder(&self, config: &Config, world: &World) -> Result<Option<Arc<RunFolder>>> {
+        let located = |error| config.locate(error);
         let take = || RunFolder::take(&self.args, config.to_toml());
         let taken = world.has_first().then(take).transpose();
-        world.agree(taken.map_err(|error| config.locate(error)))
+        let folder = world.agree(taken.map_err(located))?;
+        let holder = world.share(|| RunFolder::holder(&self.args).map_err(located))?;
+        let shared = RunFolder::expect_shared(&self.args, &holder);
+        world.agree(shared.map_err(located))?;
+        Ok(folder)
     }
 
     /// The observers of the first rank.

@@ -75,7 +75,9 @@ impl Error {
                 merak_ckpt::AdaptError::Name { .. } => vec!["adapter_name"],
                 _ => vec!["lora_config"],
             },
-            Self::Folder(FolderError::OutputDir { .. }) => vec!["output_dir"],
+            Self::Folder(FolderError::OutputDir { .. } | FolderError::NotShared { .. }) => {
+                vec!["output_dir"]
+            }
             Self::Folder(FolderError::LoggingDir { .. }) => vec!["logging_dir"],
             Self::Resume(ResumeError::NoCheckpoint { .. }) => vec!["resume_from_checkpoint"],
             Self::Data(error) => error.keys(),

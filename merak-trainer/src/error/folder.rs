@@ -51,6 +51,20 @@ pub enum FolderError {
         /// The process.
         holder: String,
     },
+    /// A folder that is another one here than for the first rank.
+    #[error(
+        "{}, which \"output_dir\" names, is not shared: on host {host} it is not the folder that {holder} has taken for \
+         rank 0: name it by its full path, on a file system that all hosts share",
+        file(folder)
+    )]
+    NotShared {
+        /// The folder.
+        folder: PathBuf,
+        /// The process of the first rank, as `process 4711 on n1`.
+        holder: String,
+        /// The name of this host.
+        host: String,
+    },
     /// A folder of event files that cannot be written.
     #[error("cannot write into {}, which \"logging_dir\" names", file(path))]
     LoggingDir {

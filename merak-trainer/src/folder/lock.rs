@@ -9,11 +9,33 @@ use merak_ckpt::{Error as CkptError, HeldFile};
 use std::{
     fs, io,
     path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
 };
+
+/// Pause between two looks at a lock.
+const PAUSE: Duration = Duration::from_millis(50);
 
 /// Takes the lock of a folder.
 pub(super) fn lock(folder: &Path) -> Result<HeldFile> {
     HeldFile::take(&folder.join(LOCK), &this_process()).map_err(|error| not_held(folder, error))
+}
+
+/// Whether the lock of a folder has the text `holder`, at the latest after `patience`.
+pub(super) fn is_held_by(folder: &Path, holder: &str, patience: Duration) -> bool {
+    let lock = folder.join(LOCK);
+    let deadline = Instant::now() + patience;
+    loop {
+        // A network file system looks anew at a folder that is listed.
+        let _ = fs::read_dir(folder).map(Iterator::count);
+        if fs::read_to_string(&lock).is_ok_and(|text| text == holder) {
+            return true;
+        }
+        if Instant::now() >= deadline {
+            return false;
+        }
+        thread::sleep(PAUSE);
+    }
 }
 
 /// The error of a lock that cannot be taken.

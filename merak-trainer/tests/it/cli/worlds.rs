@@ -249,6 +249,35 @@ fn a_stranger_at_the_port_of_a_run_is_dropped_and_the_run_goes_on() {
     }
 }
 
+#[test]
+fn a_folder_of_a_run_that_is_another_one_for_a_rank_is_refused_before_the_training() {
+    let place = Workplace::new();
+    for name in ["merak.toml", "model.json", "text/a.txt"] {
+        let content = fs::read_to_string(place.path(name)).expect("our file");
+        place.write(&format!("elsewhere/{name}"), &content);
+    }
+    let port = free_port();
+    let commands = [".", "elsewhere"].into_iter().enumerate();
+    let commands = commands.map(|(rank, folder)| {
+        let mut command = place.command("train merak.toml --dp 2 --distributed.timeout_s 8");
+        command.current_dir(place.path(folder));
+        tell_place(&mut command, rank, 2, port);
+        command
+    });
+    let ended = end_all(&place, commands.collect());
+    let [first, second] = [&ended[0], &ended[1]];
+    assert_eq!(second.status, Some(2), "{}", second.stderr);
+    let told = "run, which \"output_dir\" names, is not shared: on host ";
+    let own = format!("[rank 1] error: {told}");
+    assert!(second.stderr.starts_with(&own), "{}", second.stderr);
+    assert_eq!(first.status, Some(3), "{}", first.stderr);
+    let named = format!("error: rank 1 failed: {told}");
+    assert!(first.stderr.starts_with(&named), "{}", first.stderr);
+    for folder in ["run", "elsewhere/run"] {
+        assert!(!place.path(folder).exists(), "{folder}");
+    }
+}
+
 /// A command that hears of files that may not grow as of a full disk.
 const HEARS: &str = "trap '' XFSZ; exec \"$0\" \"$@\"";
 
