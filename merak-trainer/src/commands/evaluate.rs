@@ -4,7 +4,7 @@ use super::{Outcome, keys::Keys, output, prepared::Prepared, world};
 use clap::Args as ClapArgs;
 use merak_ckpt::words::file;
 use merak_trainer::{
-    Error, Given, MerakTrainer, Result,
+    Config, Error, Given, MerakTrainer, Result,
     metrics::{EvaluationMetrics, EvaluationProgress, Screen},
 };
 use serde_json::{Value, json};
@@ -24,21 +24,27 @@ pub(crate) struct Args {
     keys: Keys,
 }
 
+impl Args {
+    /// The configuration.
+    fn load(&mut self) -> Result<Config> {
+        if self.config.is_dir() && self.checkpoint.is_file() {
+            let [folder, config] = [&self.config, &self.checkpoint].map(|path| file(path));
+            return Err(Error::CommandLine(format!(
+                "{folder} is a folder and stands where CONFIG belongs: write merak evaluate {config} {folder}"
+            )));
+        }
+        let checkpoint = self.checkpoint.display().to_string();
+        let name = "resume_from_checkpoint";
+        self.keys.give(Given::by("CHECKPOINT", name, checkpoint));
+        self.keys.give(Given::always("finetune", "true"));
+        self.keys.give(Given::always("do_eval", "true"));
+        self.keys.load(&self.config)
+    }
+}
+
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let json = args.keys.take_flag("--json") || args.json;
-    if args.config.is_dir() && args.checkpoint.is_file() {
-        let [folder, config] = [&args.config, &args.checkpoint].map(|path| file(path));
-        return Err(format!(
-            "{folder} is a folder and stands where CONFIG belongs: write merak evaluate {config} {folder}"
-        )
-        .into());
-    }
-    let checkpoint = args.checkpoint.display().to_string();
-    let name = "resume_from_checkpoint";
-    args.keys.give(Given::by("CHECKPOINT", name, checkpoint));
-    args.keys.give(Given::always("finetune", "true"));
-    args.keys.give(Given::always("do_eval", "true"));
-    let (config, world) = world::join_with(args.keys.load(&args.config), screen, true)?;
+    let (config, world) = world::join_with(args.load(), screen, true)?;
     let prepared = Prepared::to_evaluate(&config, &world)?;
     world.agree(prepared.check_memory())?;
     let metrics = world

@@ -2,19 +2,24 @@
 
 pub(crate) use merak_ckpt::cli::columns;
 use merak_ckpt::words::{folded, plain};
+use merak_trainer::{Error, Result};
 use std::{
     borrow::Cow,
     io::{self, IsTerminal, Write},
+    path::Path,
 };
 
 /// Writes results to standard output; what a terminal would act on is escaped there. A reader that
 /// went away, such as `head`, is not a failure.
-pub(crate) fn print(text: impl AsRef<[u8]>) -> io::Result<()> {
+///
+/// # Errors
+/// [`Error::Write`].
+pub(crate) fn print(text: impl AsRef<[u8]>) -> Result<()> {
     print_as_is(shown(&io::stdout(), text.as_ref()))
 }
 
 /// As [`print()`] without escapes, for a text that is our own, colours included.
-pub(crate) fn print_as_is(text: impl AsRef<[u8]>) -> io::Result<()> {
+pub(crate) fn print_as_is(text: impl AsRef<[u8]>) -> Result<()> {
     let mut out = io::stdout().lock();
     let text = text.as_ref();
     let written = out.write_all(text).and_then(|()| {
@@ -26,10 +31,7 @@ pub(crate) fn print_as_is(text: impl AsRef<[u8]>) -> io::Result<()> {
     });
     match written.and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        outcome => outcome.map_err(|error| {
-            let reason = format!("cannot write to standard output: {error}");
-            io::Error::new(error.kind(), reason)
-        }),
+        outcome => outcome.map_err(Error::writing(Path::new("standard output"))),
     }
 }
 

@@ -4,7 +4,7 @@ use super::{Outcome, keys::Keys, output, prepared::Prepared, world};
 use clap::{Args as ClapArgs, ValueEnum};
 use merak_ckpt::words::file;
 use merak_trainer::{
-    Error, Given, MerakTrainer, PredictionKind, PredictionOutput, Result,
+    Config, Error, Given, MerakTrainer, PredictionKind, PredictionOutput, Result,
     data::Dataset,
     metrics::{EvaluationProgress, Screen},
 };
@@ -71,8 +71,23 @@ enum Part {
 }
 
 impl Args {
+    /// The configuration, and the file to write.
+    fn load(&mut self) -> Result<(Config, PathBuf)> {
+        self.take_own_options()?;
+        let path = self.output.take().ok_or_else(|| {
+            let missing = "-o FILE is missing: it names the file that the predictions go to";
+            Error::CommandLine(missing.to_owned())
+        })?;
+        let checkpoint = self.checkpoint.display().to_string();
+        let name = "resume_from_checkpoint";
+        self.keys.give(Given::by("CHECKPOINT", name, checkpoint));
+        self.keys.give(Given::always("finetune", "true"));
+        self.keys.give(Given::always("do_predict", "true"));
+        Ok((self.keys.load(&self.config)?, path))
+    }
+
     /// Takes the command's own options from after the first key.
-    fn take_own_options(&mut self) -> std::result::Result<(), super::Failure> {
+    fn take_own_options(&mut self) -> Result<()> {
         for name in ["-o", "--output"] {
             if let Some(path) = self.keys.take_option(name) {
                 self.output = Some(path.into());
@@ -89,41 +104,33 @@ impl Args {
 }
 
 /// A value of an option of the command, or the error that names the choices.
-fn parsed<T: ValueEnum>(option: &str, word: &str) -> std::result::Result<T, super::Failure> {
+fn parsed<T: ValueEnum>(option: &str, word: &str) -> Result<T> {
     T::from_str(word, false).map_err(|_| {
         let values = T::value_variants().iter();
         let names =
             values.filter_map(|value| Some(value.to_possible_value()?.get_name().to_owned()));
         let names: Vec<_> = names.collect();
-        format!(
+        Error::CommandLine(format!(
             "{option} is \"{word}\", expected one of {}",
             names.join(", ")
-        )
-        .into()
+        ))
     })
 }
 
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
-    args.take_own_options()?;
-    let Some(path) = args.output.take() else {
-        return Err("-o FILE is missing: it names the file that the predictions go to".into());
-    };
-    let checkpoint = args.checkpoint.display().to_string();
-    let name = "resume_from_checkpoint";
-    args.keys.give(Given::by("CHECKPOINT", name, checkpoint));
-    args.keys.give(Given::always("finetune", "true"));
-    args.keys.give(Given::always("do_predict", "true"));
-    let (config, world) = world::join_with(args.keys.load(&args.config), screen, true)?;
+    let (config, path) = args.load().map_or_else(
+        |error| (Err(error), PathBuf::new()),
+        |(config, path)| (Ok(config), path),
+    );
+    let (config, world) = world::join_with(config, screen, true)?;
     let prepared = match args.part {
         Part::All => Prepared::to_predict(&config, &world),
         Part::Validation => Prepared::to_evaluate(&config, &world),
     }?;
     world.agree(prepared.check_memory())?;
-    if world.has_first() {
-        // A file that cannot be written is told before the work.
-        let opened = File::options().append(true).create(true).open(&path);
-        opened.map_err(|error| format!("cannot write {}, which -o names: {error}", file(&path)))?;
-    }
+    // A file that cannot be written is told before the work.
+    let opened = world.has_first().then(|| open(&path)).transpose();
+    world.agree(opened)?;
     let outcome = world.run(&prepared.args, |member| {
         let mpu = merak_mpu::Mpu::new(member, prepared.plan.draft.degrees)?;
         let mut parts = prepared.parts();
@@ -141,11 +148,10 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
         let data = data.expect("a prediction has data");
         Ok((trainer.predict_as(&*data, kind)?, kind))
     });
-    let predicted = outcome.map_err(|error| config.locate(error))?;
+    let (output, kind) = outcome.map_err(|error| config.locate(error))?;
     if !world.has_first() {
         return Ok(ExitCode::SUCCESS);
     }
-    let (output, kind) = predicted;
     let data = prepared.parts().eval_data;
     write(&path, &output, kind, data.as_deref())?;
     output::print(format!(
@@ -155,6 +161,15 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
         file(&path)
     ))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Makes the file to write, where there is none.
+fn open(path: &Path) -> Result<()> {
+    let opened = File::options().append(true).create(true).open(path);
+    opened.map(drop).map_err(|error| {
+        let named = file(path);
+        Error::CommandLine(format!("cannot write {named}, which -o names: {error}"))
+    })
 }
 
 /// The field of a prediction in its line.

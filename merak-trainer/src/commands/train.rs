@@ -75,12 +75,8 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     memory?;
     let folder = run.take_folder(&config, &world)?;
     world::keep_log(&config, screen, true);
-    if world.has_first() {
-        output::print(&prepared.describe()?)?;
-        if !prepared.args.saves() {
-            output::print(output::fitted(KEEPS_NOTHING))?;
-        }
-    }
+    let told = world.has_first().then(|| run.tell()).transpose();
+    world.agree(told)?;
     let stop = Arc::new(AtomicI64::new(0));
     signals::watch(&stop)?;
     let outcome = world.run(&prepared.args, |member| {
@@ -215,6 +211,15 @@ impl Run<'_> {
         let shared = RunFolder::expect_shared(&self.args, &holder);
         world.agree(shared.map_err(located))?;
         Ok(folder)
+    }
+
+    /// Prints what is to run.
+    fn tell(&self) -> Result<()> {
+        output::print(self.describe()?)?;
+        if !self.args.saves() {
+            output::print(output::fitted(KEEPS_NOTHING))?;
+        }
+        Ok(())
     }
 
     /// The observers of the first rank.

@@ -342,6 +342,61 @@ fn of_real_ranks_the_culprit_ends_with_1_the_others_with_3_and_the_launch_with_1
 }
 
 #[test]
+fn a_prediction_of_processes_is_that_of_threads_and_its_mistakes_are_told_once() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    place.succeed("predict merak.toml run --tp 2 -o threads.jsonl");
+    let launched = |rest: &str| {
+        let line = format!("launch -n 2 -- predict merak.toml run --tp 2 {rest}");
+        end(&place, place.command(&line))
+    };
+    let predicted = launched("-o processes.jsonl");
+    assert_eq!(predicted.status, Some(0), "{}", predicted.stderr);
+    let lines = |name: &str| fs::read_to_string(place.path(name)).expect("predictions");
+    assert_eq!(lines("processes.jsonl"), lines("threads.jsonl"));
+    for (rest, told) in [
+        ("", "-o FILE is missing: it names the file"),
+        (
+            "-o never --what loses",
+            "--what is \"loses\", expected one of",
+        ),
+        ("-o run", "cannot write run, which -o names: Is a directory"),
+    ] {
+        let ended = launched(rest);
+        assert_eq!(ended.status, Some(2), "{}", ended.stderr);
+        let first = format!("[rank 0] error: {told}");
+        assert!(ended.stderr.contains(&first), "{}", ended.stderr);
+        assert!(!ended.stderr.contains("[rank 1]"), "{}", ended.stderr);
+    }
+    assert!(!place.path("never").exists());
+    let swapped = "launch -n 2 -- evaluate run merak.toml";
+    let ended = end(&place, place.command(swapped));
+    let told = ended.stderr.matches("stands where CONFIG belongs").count();
+    assert_eq!((ended.status, told), (Some(2), 1), "{}", ended.stderr);
+}
+
+#[test]
+fn a_rank_0_that_cannot_print_tells_the_others_why() {
+    let place = Workplace::new();
+    let line = "train merak.toml --dp 2 --max_steps 1";
+    let port = free_port();
+    let mut first = Command::new("sh");
+    first.args(["-c", "exec \"$0\" \"$@\" >/dev/full", MERAK]);
+    let commands = [place.with(first, line), place.command(line)];
+    let commands = commands.into_iter().enumerate().map(|(rank, mut command)| {
+        tell_place(&mut command, rank, 2, port);
+        command
+    });
+    let ended = end_all(&place, commands.collect());
+    let statuses: Vec<_> = ended.iter().map(|ended| ended.status).collect();
+    assert_eq!(statuses, [Some(1), Some(3)], "{}", ended[1].stderr);
+    let told = "cannot write standard output: No space left on device (os error 28)\n";
+    assert_eq!(ended[0].stderr, format!("error: {told}"));
+    let log = fs::read_to_string(place.path("run/logs/rank-1.log")).expect("a log");
+    assert!(log.contains(&format!("rank 0 failed: {told}")), "{log}");
+}
+
+#[test]
 fn an_evaluation_keeps_what_other_ranks_say_in_the_folder_of_the_run() {
     let place = Workplace::new();
     place.succeed("train merak.toml --max_steps 1");
