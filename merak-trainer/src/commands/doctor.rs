@@ -191,9 +191,11 @@ fn default_text() -> String {
 }
 
 /// Trains a model of a few hundred weights for a step on the engine of a configuration, which uses
-/// every part of the stack: on two ranks, or on those that a launcher has started for it.
+/// every part of the stack: on two ranks, or on those that a launcher has started for it, and on
+/// the devices that the configuration names.
 fn trial(config: &Config) -> Result<()> {
     let members = world::trial_members(config)?;
+    let asked = config.check()?;
     let ranks = members.first().map_or(1, Member::world_size);
     let degree = if ranks == 2 {
         "--pp=2".to_owned()
@@ -204,6 +206,8 @@ fn trial(config: &Config) -> Result<()> {
         degree,
         "--gradient_accumulation_steps=2".to_owned(),
         "--per_device_train_batch_size=1".to_owned(),
+        format!("--compute.backend={}", asked.compute.backend),
+        format!("--compute.device={}", asked.compute.device),
     ];
     let args = Config::load(None, [], &line)?.check()?;
     let model = models::from_config(

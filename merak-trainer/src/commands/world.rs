@@ -11,7 +11,7 @@ use merak_trainer::{
     network::{Make, on_host},
 };
 use serde_json::{Value, json};
-use std::{env, iter, time::Duration};
+use std::{env, iter, net::ToSocketAddrs, time::Duration};
 
 /// Longest wait for the other processes where the configuration cannot be read.
 const RENDEZVOUS: Duration = Duration::from_mins(1);
@@ -151,7 +151,7 @@ pub(crate) fn members(
     let alone = launch.world_size == 1;
     Ok(match engine {
         ChosenEngine::Threads => threads::world(ranks, threads::WorldOptions::default()),
-        ChosenEngine::Tcp if alone => tcp::world(ranks, RENDEZVOUS)?,
+        ChosenEngine::Tcp if alone => tcp::world(ranks, timeout(Some(config)))?,
         engine if alone && ranks > 1 => {
             let command = command_by(engine, ranks);
             return Err(Error::CommandLine(format!(
@@ -159,7 +159,12 @@ pub(crate) fn members(
                  {ranks} ranks: write `{command}`, or choose threads or tcp"
             )));
         }
-        engine => vec![join_by(engine, launch, RENDEZVOUS, Some(config))?],
+        engine => vec![join_by(
+            engine,
+            launch,
+            timeout(Some(config)),
+            Some(config),
+        )?],
     })
 }
 
@@ -200,10 +205,28 @@ pub(crate) fn timed(engine: ChosenEngine, member: &Member) -> Result<(Group, Box
 pub(crate) fn trial_members(config: &Config) -> Result<Vec<Member>> {
     let launch = Launch::from_env()?;
     let (kind, on_cuda) = asked(Some(config));
+    let timeout = timeout(Some(config));
     Ok(match kind.choose(&launch, Built::here(), on_cuda)? {
         ChosenEngine::Threads => threads::world(2, threads::WorldOptions::default()),
-        ChosenEngine::Tcp => tcp::world(2, RENDEZVOUS)?,
-        engine => vec![join_by(engine, &launch, RENDEZVOUS, Some(config))?],
+        ChosenEngine::Tcp => {
+            expect_host_of_rank_0(&launch)?;
+            tcp::world(2, timeout)?
+        }
+        engine => vec![join_by(engine, &launch, timeout, Some(config))?],
+    })
+}
+
+/// Refuses a name of the host of rank 0 that this host cannot look up.
+fn expect_host_of_rank_0(launch: &Launch) -> Result<()> {
+    let (Some(host), Some(port)) = (launch.address.as_deref(), launch.port) else {
+        return Ok(());
+    };
+    let found = (host, port).to_socket_addrs();
+    found.map(drop).map_err(|error| {
+        let name = launch.variables.address.unwrap_or("MASTER_ADDR");
+        Error::CommandLine(format!(
+            "rank 0 is on {host}, as {name} says, which this host does not find: {error}"
+        ))
     })
 }
 

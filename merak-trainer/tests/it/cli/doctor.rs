@@ -69,15 +69,25 @@ fn the_doctor_tells_what_a_launcher_has_told() {
         ];
         (names.map(of).join("; "), trial)
     };
-    let torchrun = [
-        ("RANK", "1"),
-        ("WORLD_SIZE", "4"),
-        ("MASTER_ADDR", "n1"),
-        ("MASTER_PORT", "29500"),
-    ];
-    let (found, trial) = launched(&torchrun);
-    assert_eq!(found, "torchrun; tcp; 1; 4; n1:29500");
+    let by_torchrun = |host| {
+        launched(&[
+            ("RANK", "1"),
+            ("WORLD_SIZE", "4"),
+            ("MASTER_ADDR", host),
+            ("MASTER_PORT", "29500"),
+        ])
+    };
+    let (found, trial) = by_torchrun("127.0.0.1");
+    assert_eq!(found, "torchrun; tcp; 1; 4; 127.0.0.1:29500");
     assert_eq!(trial, "passed");
+    let (found, trial) = by_torchrun("999.1.1.1");
+    assert_eq!(found, "torchrun; tcp; 1; 4; 999.1.1.1:29500");
+    let told = "rank 0 is on 999.1.1.1, as MASTER_ADDR says, which this host does not find: ";
+    assert!(trial.starts_with(told), "{trial}");
+    // What a run refuses, the trial refuses too.
+    let (_, trial) = launched(&[("MERAK_COMPUTE__DEVICE", "cuda")]);
+    let told = "is cuda (environment MERAK_COMPUTE__DEVICE), but must be cpu unless";
+    assert!(trial.contains(told), "{trial}");
     let (pmi, trial) = launched(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]);
     if cfg!(feature = "mpi") {
         assert_eq!(pmi, "MPICH or Intel MPI; mpi; 1; 2; none");

@@ -113,6 +113,13 @@ fn generation_reads_the_engine_from_the_environment() {
         "{}",
         ended.stderr
     );
+    let mut command = place.command("bench collectives --bytes 48");
+    tell_place(&mut command, 0, 2, free_port());
+    command.env("MERAK_DISTRIBUTED__TIMEOUT_S", "0.5");
+    let ended = end(&place, command);
+    assert_eq!(ended.status, Some(1), "{}", ended.stderr);
+    let told = "error: no answer within 500ms: ";
+    assert!(ended.stderr.starts_with(told), "{}", ended.stderr);
     let mut command = place.command(line);
     command.env("MERAK_DISTRIBUTED__ENGIN", "tcp");
     let ended = end(&place, command);
