@@ -316,6 +316,7 @@ fn remedy(missing: &[&str], found: &str) -> String {
     let value_of = |name: &str| match name {
         "MASTER_ADDR" => "the host of rank 0",
         "MASTER_PORT" => "a free port on the host of rank 0",
+        "SLURM_JOB_ID" => "the number of the job",
         "SLURM_PROCID" => "the number of this process, from 0",
         name if name.ends_with("RANK") => "the number of this process, from 0",
         _ => "the number of processes",

@@ -138,9 +138,13 @@ fn unfit(engine: ChosenEngine, launch: &Launch, built: Built) -> Option<String> 
             } else {
                 ""
             };
+            let list = match launch.launcher {
+                Some(Launcher::Slurm) => ", as SLURM_STEP_NODELIST would",
+                _ => "",
+            };
             Some(format!(
                 "{variable} asks for {processes} processes, and nothing says on which host rank 0 \
-                 is: set MASTER_ADDR to it{mpi}"
+                 is{list}: set MASTER_ADDR to it{mpi}"
             ))
         }
         _ => None,
@@ -253,10 +257,19 @@ mod tests {
             "the engine tcp does not fit: WORLD_SIZE asks for 4 processes, and nothing says on \
              which host rank 0 is: set MASTER_ADDR to it"
         );
-        let told = told(EngineKind::Tcp, &launch, ALL);
+        let by_name = told(EngineKind::Tcp, &launch, ALL);
         assert!(
-            told.ends_with("set MASTER_ADDR to it, or choose the engine mpi"),
-            "{told}"
+            by_name.ends_with("set MASTER_ADDR to it, or choose the engine mpi"),
+            "{by_name}"
+        );
+        let step = Launch {
+            launcher: Some(Launcher::Slurm),
+            ..launch
+        };
+        assert_eq!(
+            told(EngineKind::Auto, &step, TCP),
+            "the engine tcp does not fit: WORLD_SIZE asks for 4 processes, and nothing says on \
+             which host rank 0 is, as SLURM_STEP_NODELIST would: set MASTER_ADDR to it"
         );
     }
 }

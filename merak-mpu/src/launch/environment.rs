@@ -163,6 +163,12 @@ impl Launch {
         let variables = Variables(&lookup);
         let is_set = |name| variables.one_of(&[name]).is_some();
         let found = if is_set("RANK") && is_set("WORLD_SIZE") {
+            // What starts several processes of its own on a host numbers them. Without that these
+            // may be copies of what the launcher of this process says, or be left from elsewhere.
+            if !is_set("LOCAL_RANK") && !is_set(RUN[0]) {
+                let outer = by_other(&variables)?.filter(|outer| outer.world_size > 1);
+                outer.map_or(Ok(()), |outer| variables.expect_copies_of(&outer))?;
+            }
             Some(torchrun(&variables)?)
         } else {
             by_other(&variables)?
@@ -230,20 +236,13 @@ impl Launch {
         )?;
         let local_rank = self.local_rank.unwrap_or_default();
         variables.require(names.local_rank, local_rank < local_size, || {
-            format!("below {local_size}, the number of processes on this host")
+            match self.local_size {
+                Some(_) => format!("below {local_size}, the number of processes on this host"),
+                None => format!("below the world size of {world_size}"),
+            }
         })?;
-        // Another launcher's numbers, where a script has copied some of them only.
-        for (name, found, number) in [
-            ("RANK", names.rank, rank),
-            ("WORLD_SIZE", names.world_size, world_size),
-        ] {
-            let copy = variables.number(&[name])?;
-            let agrees = copy.is_none_or(|(_, copy)| copy == number);
-            variables.require(Some(name), agrees, || {
-                format!("{number}, as {} says", found.unwrap_or_default())
-            })?;
-        }
-        Ok(())
+        // A script may have copied some of the numbers only.
+        variables.expect_copies_of(self)
     }
 
     /// Adds where rank 0 is: as `MASTER_ADDR` and `MASTER_PORT` say, else as the launcher does.
@@ -273,6 +272,11 @@ impl Launch {
             }
         }
         if self.port.is_none() && self.address.is_some() {
+            // All jobs without a number would have one port.
+            if let (Some(Launcher::Slurm), None) = (self.launcher, names.job) {
+                let (variables, found) = (vec!["SLURM_JOB_ID"], "SLURM_STEP_ID");
+                return Err(Error::MissingVariable { variables, found });
+            }
             let job = self.job.as_deref().unwrap_or_default();
             (self.port, names.port) = (Some(port_of(job)), names.job);
         }
@@ -287,7 +291,27 @@ const MOST_RANKS: usize = 1 << 16;
 const RUN: [&str; 2] = ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"];
 
 /// Variables that an MPI library's process management sets, besides SLURM's.
-const MPI: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"];
+const MPI: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", PMIX_RANK];
+
+/// Variables that no launcher sets without others, which are then missing.
+const HALVES: [(&str, &[&str]); 9] = [
+    ("RANK", &["WORLD_SIZE"]),
+    ("WORLD_SIZE", &["RANK"]),
+    ("LOCAL_RANK", &["RANK"]),
+    ("LOCAL_WORLD_SIZE", &["RANK"]),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", &["OMPI_COMM_WORLD_RANK"]),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", &["OMPI_COMM_WORLD_RANK"]),
+    ("MPI_LOCALRANKID", &["PMI_RANK"]),
+    ("MPI_LOCALNRANKS", &["PMI_RANK"]),
+    // It says which process this is, and nothing says of how many.
+    (PMIX_RANK, &["RANK", "WORLD_SIZE"]),
+];
+
+/// A process's number under an MPI library's process management, PMIx.
+const PMIX_RANK: &str = "PMIX_RANK";
+
+/// How the names of variables end that count processes, and number none.
+const COUNTS: [&str; 3] = ["SIZE", "TASKS", "NRANKS"];
 
 /// The launcher other than torchrun that started the process.
 fn by_other(variables: &Variables<'_>) -> Result<Option<Launch>> {
@@ -494,7 +518,11 @@ impl Variables<'_> {
         };
         match value.trim().parse() {
             Ok(number) => Ok(Some((name, number))),
-            Err(_) => Err(bad(name, &value, "a number".into())),
+            Err(_) => {
+                let counts = COUNTS.iter().any(|end| name.ends_with(end));
+                let least = u8::from(counts);
+                Err(bad(name, &value, format!("a whole number from {least}")))
+            }
         }
     }
 
@@ -514,16 +542,29 @@ impl Variables<'_> {
         }
     }
 
+    /// Refuses a copy in `RANK` or `WORLD_SIZE` that contradicts what a launcher says.
+    fn expect_copies_of(&self, launch: &Launch) -> Result<()> {
+        let names = &launch.variables;
+        for (name, found, number) in [
+            ("RANK", names.rank, launch.rank),
+            ("WORLD_SIZE", names.world_size, launch.world_size),
+        ] {
+            let copy = self.number(&[name])?;
+            let agrees = copy.is_none_or(|(_, copy)| copy == number);
+            self.require(Some(name), agrees, || {
+                format!("{number}, as {} says", found.unwrap_or_default())
+            })?;
+        }
+        Ok(())
+    }
+
     /// Refuses numbers of ranks where no launcher is seen.
     fn expect_none(&self) -> Result<()> {
-        for (found, variable) in [
-            ("RANK", "WORLD_SIZE"),
-            ("WORLD_SIZE", "RANK"),
-            ("LOCAL_RANK", "RANK"),
-            ("LOCAL_WORLD_SIZE", "RANK"),
-        ] {
-            if self.number(&[found])?.is_some() {
-                let variables = vec![variable];
+        for (found, missing) in HALVES {
+            // A shell that SLURM starts through PMIx gives its rank on to what is typed there.
+            let is_of_shell = found == PMIX_RANK && (self.0)("SLURM_STEP_ID").is_some();
+            if !is_of_shell && self.number(&[found])?.is_some() {
+                let variables = missing.to_vec();
                 return Err(Error::MissingVariable { variables, found });
             }
         }

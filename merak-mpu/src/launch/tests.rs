@@ -236,7 +236,16 @@ fn half_an_environment_is_refused_by_the_missing_variable() {
     ] {
         assert_eq!(missing(table, variable), without(found, variable));
     }
-    assert_eq!(told(&[("LOCAL_RANK", "0")]), without("LOCAL_RANK", "RANK"));
+    for (found, variable) in [
+        ("LOCAL_RANK", "RANK"),
+        ("LOCAL_WORLD_SIZE", "RANK"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("MPI_LOCALRANKID", "PMI_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_RANK"),
+    ] {
+        assert_eq!(told(&[(found, "0")]), without(found, variable));
+    }
     let neither = with(
         SLURM,
         &[("SLURM_STEP_NUM_TASKS", "-"), ("SLURM_NTASKS", "-")],
@@ -245,6 +254,72 @@ fn half_an_environment_is_refused_by_the_missing_variable() {
         told(&neither),
         without("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")
     );
+}
+
+#[test]
+fn a_rank_of_pmix_alone_is_refused_but_where_a_shell_of_slurm_has_left_it() {
+    assert_eq!(
+        told(&[("PMIX_RANK", "0")]),
+        "PMIX_RANK is set, but RANK and WORLD_SIZE are not: set RANK to the number of this process, \
+         from 0 and WORLD_SIZE to the number of processes, or unset PMIX_RANK to run this process \
+         by itself"
+    );
+    let shell = with(
+        SLURM,
+        &[("SLURM_STEP_ID", "interactive"), ("PMIX_RANK", "0")],
+    );
+    assert_eq!(launch(&shell).unwrap(), Launch::default());
+    let step = launch(&with(SLURM, &[("PMIX_RANK", "6")])).unwrap();
+    assert_eq!((step.launcher, step.has_mpi), (Some(Launcher::Slurm), true));
+}
+
+#[test]
+fn a_step_without_the_number_of_its_job_needs_a_port() {
+    let step = with(SLURM, &[("SLURM_JOB_ID", "-")]);
+    assert_eq!(
+        told(&step),
+        "SLURM_STEP_ID is set, but SLURM_JOB_ID is not: set SLURM_JOB_ID to the number of the job, or \
+         unset SLURM_STEP_ID to run this process by itself"
+    );
+    let given = launch(&with(&step, &[("MASTER_PORT", "29500")])).unwrap();
+    assert_eq!(given.port, Some(29_500));
+}
+
+#[test]
+fn numbers_of_torchruns_names_that_contradict_the_launcher_are_its_workers_or_refused() {
+    let copies: Table<'_> = &[
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "n1"),
+        ("MASTER_PORT", "29500"),
+    ];
+    let within = |outer: Table<'_>, more: Table<'_>| launch(&[outer, copies, more].concat());
+    let refused = within(SLURM, &[]).unwrap_err().to_string();
+    assert_eq!(
+        refused,
+        r#"RANK is "0", but should be 6, as SLURM_PROCID says"#
+    );
+    let refused = within(OPEN_MPI, &[]).unwrap_err().to_string();
+    assert_eq!(
+        refused,
+        r#"RANK is "0", but should be 1, as OMPI_COMM_WORLD_RANK says"#
+    );
+    // Workers of a task have a number of their own, and one task may start any.
+    for worker in [("LOCAL_RANK", "0"), ("TORCHELASTIC_RUN_ID", "none")] {
+        let found = within(SLURM, &[worker]).unwrap();
+        assert_eq!(found.launcher, Some(Launcher::Torchrun), "{worker:?}");
+        assert_eq!((found.rank, found.world_size), (0, 2));
+    }
+    let one_task = with(
+        SLURM,
+        &[
+            ("SLURM_STEP_NUM_TASKS", "1"),
+            ("SLURM_PROCID", "0"),
+            ("RANK", "1"),
+        ],
+    );
+    let found = within(&one_task, &[]).unwrap();
+    assert_eq!((found.rank, found.world_size), (1, 2));
 }
 
 #[test]
@@ -265,19 +340,25 @@ fn a_copy_of_another_launchers_number_must_agree() {
 #[expect(clippy::too_many_lines, reason = "an entry per value")]
 fn a_value_that_cannot_be_is_refused_with_what_it_should_be() {
     for (table, name, value, expected) in [
-        (TORCHRUN, "RANK", "", "a number"),
-        (TORCHRUN, "RANK", "-1", "a number"),
+        (TORCHRUN, "RANK", "", "a whole number from 0"),
+        (TORCHRUN, "RANK", "-1", "a whole number from 0"),
         (TORCHRUN, "RANK", "8", "below the world size of 8"),
         (TORCHRUN, "WORLD_SIZE", "0", "from 1 to 65536"),
         (TORCHRUN, "WORLD_SIZE", "65537", "from 1 to 65536"),
-        (TORCHRUN, "WORLD_SIZE", "99999999999999999999", "a number"),
+        (TORCHRUN, "WORLD_SIZE", "2.0", "a whole number from 1"),
+        (
+            TORCHRUN,
+            "WORLD_SIZE",
+            "99999999999999999999",
+            "a whole number from 1",
+        ),
         (
             TORCHRUN,
             "LOCAL_RANK",
             "4",
             "below 4, the number of processes on this host",
         ),
-        (TORCHRUN, "LOCAL_RANK", "first", "a number"),
+        (TORCHRUN, "LOCAL_RANK", "first", "a whole number from 0"),
         (
             TORCHRUN,
             "LOCAL_WORLD_SIZE",
@@ -307,7 +388,8 @@ fn a_value_that_cannot_be_is_refused_with_what_it_should_be() {
             "3",
             "below 3, the number of processes on this host",
         ),
-        (SLURM, "SLURM_NODEID", "x", "a number"),
+        (SLURM, "SLURM_NODEID", "x", "a whole number from 0"),
+        (SLURM, "SLURM_STEP_NUM_TASKS", "-2", "a whole number from 1"),
         (
             SLURM,
             "SLURM_STEP_TASKS_PER_NODE",
@@ -326,12 +408,23 @@ fn a_value_that_cannot_be_is_refused_with_what_it_should_be() {
             "n[08,10",
             "a list of hosts such as n[01-03,7],gpu1: a bracket is not closed",
         ),
-        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "four", "a number"),
+        (
+            OPEN_MPI,
+            "OMPI_COMM_WORLD_SIZE",
+            "four",
+            "a whole number from 1",
+        ),
+        (INTEL, "MPI_LOCALNRANKS", "x", "a whole number from 1"),
         (INTEL, "PMI_RANK", "4", "below the world size of 4"),
     ] {
         let message = format!("{name} is {value:?}, but should be {expected}");
         assert_eq!(told(&with(table, &[(name, value)])), message);
     }
+    let no_local_size = with(TORCHRUN, &[("LOCAL_WORLD_SIZE", "-"), ("LOCAL_RANK", "8")]);
+    assert_eq!(
+        told(&no_local_size),
+        r#"LOCAL_RANK is "8", but should be below the world size of 8"#
+    );
 }
 
 #[test]

@@ -215,7 +215,7 @@ fn processes_that_cannot_find_rank_0_are_refused_with_the_variable_that_asked_fo
     assert_eq!(
         error.to_string(),
         "the engine tcp does not fit: SLURM_NTASKS asks for 4 processes, and nothing says on which \
-         host rank 0 is: set MASTER_ADDR to it"
+         host rank 0 is, as SLURM_STEP_NODELIST would: set MASTER_ADDR to it"
     );
     // Outside of a step, SLURM's variables speak of the job and start nothing.
     let script = launch(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]).unwrap();
