@@ -67,6 +67,11 @@ pub struct Wait {
     pub missing: Vec<Rank>,
 }
 
+impl Wait {
+    /// The operation of rank 0 that waits until all processes of the world have come.
+    pub const JOIN: &'static str = "join";
+}
+
 impl fmt::Display for Wait {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
@@ -76,10 +81,14 @@ impl fmt::Display for Wait {
             sequence,
             missing,
         } = self;
-        write!(
-            f,
-            "rank {rank} waits in {op} {sequence} of group {group} for "
-        )?;
+        if op == Self::JOIN {
+            write!(f, "rank {rank} of the {group} waits for the first word of ")?;
+        } else {
+            write!(
+                f,
+                "rank {rank} waits in {op} {sequence} of group {group} for "
+            )?;
+        }
         match missing.as_slice() {
             [] => f.write_str("the result"),
             [one] => write!(f, "rank {one}"),

@@ -170,6 +170,9 @@ pub enum Error {
     /// A collective or a group failed.
     #[error(transparent)]
     Group(Box<merak_mpu::Error>),
+    /// Processes of the run that did not come before the deadline.
+    #[error("{0}: start all ranks within \"distributed.timeout_s\", or raise it")]
+    Absent(Box<merak_mpu::Error>),
     /// A rank failed, and the run with it.
     #[error("rank {rank} failed: {cause}")]
     Rank {

@@ -4,7 +4,9 @@
 mod nccl;
 
 use super::{environment, failure::rank_0_tells};
-use merak_mpu::{Built, ChosenEngine, EngineKind, Group, Launch, Member, tcp, threads};
+use merak_mpu::{
+    Built, ChosenEngine, EngineKind, Error as Met, Group, Launch, Member, Wait, tcp, threads,
+};
 use merak_trainer::{
     Config, Device, Error, Given, Result, World, chain,
     metrics::Screen,
@@ -256,7 +258,10 @@ fn join_by(
         return nccl::join(launch, timeout, config);
     }
     let _ = config;
-    Ok(launch.join(engine, timeout)?)
+    launch.join(engine, timeout).map_err(|met| match met {
+        Met::Timeout { ref wait, .. } if wait.op == Wait::JOIN => Error::Absent(Box::new(met)),
+        met => met.into(),
+    })
 }
 
 /// The configuration of a command and its ranks, whose number fits the degrees. With `logs`, other

@@ -16,6 +16,7 @@ impl Error {
             | Self::SkippedSteps { .. }
             | Self::Diverged { .. }
             | Self::EvaluationLoss { .. }
+            | Self::Absent(_)
             | Self::Rank { .. }
             | Self::Step { .. }
             | Self::Panicked { .. }

@@ -149,7 +149,7 @@ fn gather(
                 after: options.timeout,
                 wait: Box::new(Wait {
                     rank: Rank(0),
-                    op: "join".into(),
+                    op: Wait::JOIN.into(),
                     group: format!("world of {n} at {}", options.place()),
                     sequence: 0,
                     missing: missing.map(Rank).collect(),

@@ -106,13 +106,11 @@ fn generation_reads_the_engine_from_the_environment() {
     command.env("MERAK_DISTRIBUTED__TIMEOUT_S", "0.5");
     let ended = end(&place, command);
     assert_eq!(ended.status, Some(1), "{}", ended.stderr);
-    assert!(
-        ended
-            .stderr
-            .starts_with("error: no answer within 500ms: rank 0 waits in join"),
-        "{}",
-        ended.stderr
-    );
+    let told = "error: no answer within 500ms: rank 0 of the world of 2 at 127.0.0.1:";
+    assert!(ended.stderr.starts_with(told), "{}", ended.stderr);
+    let told = " waits for the first word of rank 1: start all ranks within \
+                \"distributed.timeout_s\", or raise it\n";
+    assert!(ended.stderr.ends_with(told), "{}", ended.stderr);
     let mut command = place.command("bench collectives --bytes 48");
     tell_place(&mut command, 0, 2, free_port());
     command.env("MERAK_DISTRIBUTED__TIMEOUT_S", "0.5");
