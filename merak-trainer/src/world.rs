@@ -335,10 +335,20 @@ pub fn run_on<T: Send>(
     let here: Vec<Rank> = members.iter().map(Member::rank).collect();
     let stack = threads::WorldOptions::default().stack_bytes;
     let outcome = run_members(members, stack, |member| named(member, &body));
-    match failure_of_other(&first, &here) {
-        // What the ranks of this process met follows from what another did.
-        Some(error) if outcome.is_err() => Err(error),
-        _ => of_ranks(first.world_size(), outcome),
+    match (failure_of_other(&first, &here), outcome) {
+        // What the ranks of this process met follows from what another did, and says where they
+        // were.
+        (Some(error), Err(own)) => {
+            if here.contains(&Rank(0)) {
+                let error = match own {
+                    RunError::Failed { cause, .. } => cause.to_string(),
+                    own => own.to_string(),
+                };
+                tracing::warn!(error, "another rank has failed, and ended this one");
+            }
+            Err(error)
+        }
+        (_, outcome) => of_ranks(first.world_size(), outcome),
     }
 }
 

@@ -150,6 +150,8 @@ pub(super) struct Hub {
     last_turn: Instant,
     /// The last time for which this process was away, if that is longer than the others wait.
     absence: Option<Duration>,
+    /// The end of that time.
+    woke: Instant,
 }
 
 impl Hub {
@@ -168,6 +170,7 @@ impl Hub {
             suspicions: Vec::new(),
             last_turn: Instant::now(),
             absence: None,
+            woke: Instant::now(),
         }
     }
 
@@ -211,6 +214,7 @@ impl Hub {
                 spoke.last_beat = excused(spoke.last_beat, absence);
             }
             self.absence = Some(absence).filter(|absence| *absence > self.desk.beat_timeout);
+            self.woke = Instant::now();
         }
         // The others first: what they have to say may be older than what this process has met.
         for number in 0..self.spokes.len() {
@@ -327,11 +331,19 @@ impl Hub {
             wait: Box::new(wait),
             others: others.clone(),
         };
+        let absence = self.absence.filter(|_| self.woke.elapsed() < after);
+        let meanwhile = absence.map(|absence| {
+            format!(
+                "; meanwhile the process of rank 0 was stopped, or had no processor, for \
+                 {absence:.1?}, as others may have been"
+            )
+        });
+        let reason = format!("{error}{}", meanwhile.unwrap_or_default());
         self.poison(Verdict {
             failure: Failure {
                 culprit,
                 reporter: from,
-                reason: error.to_string(),
+                reason,
             },
             lost: false,
             others,

@@ -151,12 +151,12 @@ fn a_rank_of_a_test() {
     let [rank, n, port] = [0, 1, 3].map(|index| place[index].parse::<usize>().unwrap());
     let options = tcp::JoinOptions {
         run: place[4].to_owned(),
-        beat_timeout: if ["stop", "stop0", "nap0", "pause", "cut"].contains(&&*scenario) {
+        beat_timeout: if ["stop", "stop0", "nap0", "pause", "doze", "cut"].contains(&&*scenario) {
             SILENCE
         } else {
             TIMEOUT / 2
         },
-        timeout: if scenario == "absent" {
+        timeout: if ["absent", "doze"].contains(&&*scenario) {
             2 * SILENCE
         } else {
             TIMEOUT
@@ -173,6 +173,7 @@ fn a_rank_of_a_test() {
             "cut" => sum_until_it_fails(&member).map(|never| match never {}),
             "where" | "bound" => place_and_sum(&member),
             "pause" => sum_for_a_while(&member).map(|()| "well".to_owned()),
+            "doze" => wait_for_a_sleeper(&member).map(|()| "well".to_owned()),
             _ => play(&scenario, &member, culprit).map(|sum| format!("sum {sum}")),
         }
     });
@@ -261,6 +262,20 @@ fn sum_for_a_while(member: &Member) -> Result<()> {
     }
     member.end();
     Ok(())
+}
+
+/// Waits for rank 1, which sleeps for longer than any wait may take.
+fn wait_for_a_sleeper(member: &Member) -> Result<()> {
+    let world = member.world_group()?;
+    world.barrier()?;
+    if member.rank().0 == 0 {
+        let said = io::stdout().write_all(SUMMING.as_bytes());
+        said.expect("the test reads it");
+    }
+    if member.rank().0 == 1 {
+        thread::sleep(4 * SILENCE);
+    }
+    world.barrier()
 }
 
 /// Two processors on which this thread may run, if there are as many.
@@ -381,6 +396,20 @@ fn ranks_that_are_all_stopped_go_on_together() {
     ranks.signal(&[0, 1, 2], Signal::CONT);
     let results = ranks.results(None);
     assert_eq!(results, [0, 1, 2].map(|rank| (rank, "well".to_owned())));
+}
+
+#[test]
+fn ranks_that_were_all_stopped_for_longer_than_a_wait_say_so() {
+    let mut ranks = Ranks::start("doze", 3, 0..3, free_port());
+    ranks.wait_for_sums();
+    ranks.signal(&[0, 1, 2], Signal::STOP);
+    thread::sleep(2 * SILENCE + SILENCE / 4);
+    ranks.signal(&[0, 1, 2], Signal::CONT);
+    let results = ranks.results(None);
+    let late = "rank 1 failed: no answer within 4s";
+    let asleep = "meanwhile the process of rank 0 was stopped, or had no processor, for 4.";
+    let said = &results[1].1;
+    assert!(said.contains(late) && said.contains(asleep), "{results:?}");
 }
 
 #[test]

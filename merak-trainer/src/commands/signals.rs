@@ -1,5 +1,7 @@
 //! Signals that end a training after the step in hand.
 
+use super::launch;
+use merak_mpu::Launch;
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1},
     flag,
@@ -41,12 +43,18 @@ fn listen(stop: &Arc<AtomicI64>) -> io::Result<()> {
     }
     let mut signals = Signals::new(&watched)?;
     let stop = Arc::clone(stop);
+    let is_launched = Launch::from_env().is_ok_and(|launch| launch::has_started(&launch));
     let wait = move || {
         if let Some(signal) = signals.forever().next() {
             stop.store(signal.into(), Ordering::Relaxed);
             let name = signal_name(signal).unwrap_or("a signal");
+            let sender = if is_launched && signal == SIGTERM {
+                " (`merak launch` sends it where a rank has failed, or where it is to end itself)"
+            } else {
+                ""
+            };
             tracing::warn!(
-                "{name}: the run ends after the step in hand; another signal after {} seconds ends it at once",
+                "{name}{sender}: the run ends after the step in hand; another signal after {} seconds ends it at once",
                 SAME_REQUEST.as_secs()
             );
             thread::sleep(SAME_REQUEST);

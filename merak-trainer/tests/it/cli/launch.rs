@@ -390,6 +390,7 @@ fn a_training_that_is_killed_goes_on_from_its_last_checkpoint() {
         .expect("a number");
     assert!(step > 10, "it goes on: {first}");
     kill("TERM", launch);
+    read_until("SIGTERM (`merak launch` sends it where a rank has failed, or where it is to end");
     drop(lines);
     assert_eq!(child.wait().expect("it ends").code(), Some(143));
     assert!(!place.path("run/earlier-run-1").exists());

@@ -388,6 +388,14 @@ fn a_killed_rank_is_named_and_the_ranks_go_on_from_their_checkpoint() {
         "{}",
         ended.stderr
     );
+    // The first rank says in which step it was.
+    let mut lines = ended.stderr.lines();
+    let own = lines.find(|line| line.contains("another rank has failed, and ended this one"));
+    assert!(
+        own.is_some_and(|line| line.contains(" step ")),
+        "{}",
+        ended.stderr
+    );
     assert!(
         ended.stderr.contains("resumed from step"),
         "{}",
