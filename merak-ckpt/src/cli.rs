@@ -12,10 +12,13 @@ use std::{
     env,
     error::Error as _,
     ffi::OsString,
+    fmt::Display,
     io::{self, IsTerminal, Write},
     num::{IntErrorKind, NonZeroUsize, ParseFloatError, ParseIntError},
+    ops::RangeInclusive,
     os::fd::AsFd,
     process::ExitCode,
+    str::FromStr,
     sync::Arc,
 };
 
@@ -33,7 +36,7 @@ pub fn parse<C: CommandFactory + FromArgMatches>(
         Some(word) if error.kind() == ErrorKind::InvalidUtf8 => {
             command.error(ErrorKind::InvalidUtf8, word)
         }
-        _ => harmless(expecting(error, &mut command), &mut command, &words),
+        _ => harmless(expecting(error, &mut command, &words), &mut command, &words),
     })?;
     C::from_arg_matches(&matches)
         .map_err(|error| harmless(error.format(&mut command), &mut command, &words))
@@ -55,6 +58,20 @@ pub fn at_least_one(text: &str) -> Result<usize, String> {
         };
         format!("expected {expected}")
     })
+}
+
+/// What reads the value of an option that is a whole number of a range.
+pub fn whole_number<T: FromStr + PartialOrd + Display + Clone>(
+    range: RangeInclusive<T>,
+) -> impl Fn(&str) -> Result<T, String> + Clone {
+    move |text: &str| {
+        let number = text.parse::<T>().ok();
+        let legal = number.filter(|number| range.contains(number));
+        legal.ok_or_else(|| {
+            let (least, most) = (range.start(), range.end());
+            format!("expected a whole number from {least} to {most}")
+        })
+    }
 }
 
 /// Prints what [`parse`] returned in place of a command, and returns the exit status: 0 for a help
@@ -117,7 +134,7 @@ pub fn has_colours() -> bool {
 
 /// Adds the expected number to the error of an option with another value; leaves other errors as
 /// they are.
-fn expecting(error: Error, command: &mut Command) -> Error {
+fn expecting(error: Error, command: &mut Command, words: &[OsString]) -> Error {
     let number = error.source().and_then(|source| {
         let float = source.downcast_ref::<ParseFloatError>();
         let float = float.map(|_| "a number such as 0.5");
@@ -137,7 +154,18 @@ fn expecting(error: Error, command: &mut Command) -> Error {
         return error;
     };
     let message = format!("invalid value '{value}' for '{option}': expected {expected}");
-    command.error(ErrorKind::ValueValidation, message)
+    innermost(command, words).error(ErrorKind::ValueValidation, message)
+}
+
+/// The command that a line names within others, whose usage its errors show.
+fn innermost<'a>(mut command: &'a mut Command, words: &[OsString]) -> &'a mut Command {
+    for name in words.iter().skip(1).filter_map(|word| word.to_str()) {
+        if command.find_subcommand(name).is_some() {
+            let inner = command.find_subcommand_mut(name);
+            command = inner.expect("it was just found");
+        }
+    }
+    command
 }
 
 /// The message about the first word that is not UTF-8.

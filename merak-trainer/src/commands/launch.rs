@@ -13,9 +13,11 @@ use self::{
     ranks::{Event, Start},
     verdict::{End, Verdict},
 };
-use super::{Failure, Outcome, signals::is_ignored};
+use super::{Failure, Outcome, signals::is_ignored, world::told_once};
 use clap::Args as ClapArgs;
+use merak_ckpt::cli::whole_number;
 use merak_mpu::Launch;
+use merak_trainer::Error;
 use signal_hook::{
     consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2},
     iterator::Signals,
@@ -54,19 +56,37 @@ pub(crate) struct Args {
         long,
         alias = "nproc-per-node",
         value_name = "N",
-        value_parser = clap::value_parser!(u16).range(1..=1024)
+        allow_negative_numbers = true,
+        value_parser = whole_number(1..=1024_u16)
     )]
     processes: u16,
     /// How often all ranks are started again after one has failed; a training goes on from its last
     /// checkpoint.
-    #[arg(long, value_name = "R", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=10_000))]
+    #[arg(
+        long,
+        value_name = "R",
+        default_value_t = 0,
+        allow_negative_numbers = true,
+        value_parser = whole_number(0..=10_000_u32)
+    )]
     max_restarts: u32,
     /// The port where rank 0 is found, and the next higher free one after each restart; unset: a
     /// free one.
-    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(
+        long,
+        value_name = "P",
+        allow_negative_numbers = true,
+        value_parser = whole_number(1..=u16::MAX)
+    )]
     master_port: Option<u16>,
     /// Seconds that the other ranks have to end after one has failed, before they are killed.
-    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = seconds)]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 30.0,
+        allow_negative_numbers = true,
+        value_parser = seconds
+    )]
     grace_s: f64,
     /// The command and its arguments.
     #[arg(trailing_var_arg = true, required = true, value_name = "COMMAND")]
@@ -159,13 +179,15 @@ pub(crate) fn run(args: Args, log: &str) -> Outcome {
 fn expect_no_launcher() -> Result<(), Failure> {
     let launch = Launch::from_env()?;
     match launch.launcher {
-        Some(launcher) if launch.world_size > 1 => Err(format!(
-            "`merak launch` starts all ranks itself, but {} says that {launcher} has started {} processes: launch the \
-             command by {launcher} alone, without `merak launch`",
-            launch.variables.world_size.unwrap_or_default(),
-            launch.world_size
-        )
-        .into()),
+        Some(launcher) if launch.world_size > 1 => {
+            let refused = Error::CommandLine(format!(
+                "`merak launch` starts all ranks itself, but {} says that {launcher} has started {} processes: launch \
+                 the command by {launcher} alone, without `merak launch`",
+                launch.variables.world_size.unwrap_or_default(),
+                launch.world_size
+            ));
+            told_once(&launch, Err(refused)).map_err(Failure::from)
+        }
         _ => Ok(()),
     }
 }

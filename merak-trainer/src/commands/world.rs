@@ -297,7 +297,8 @@ pub(crate) fn expect_one(command: &str) -> Result<()> {
         return Ok(());
     }
     let error = Error::CommandLine(format!(
-        "{command} runs its ranks as threads of one process, but {} processes were started: start one",
+        "{command} runs its ranks as threads of one process, but {} says that {} were started: start one",
+        launch.variables.world_size.unwrap_or("the launcher"),
         launch.world_size
     ));
     told_once(&launch, Err(error))

@@ -26,14 +26,14 @@ pub(crate) struct Collectives {
     #[arg(long, value_parser = engine)]
     engine: Option<EngineKind>,
     /// Ranks; unset: as many as there are processes, and 2 where there is one, but for nccl.
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     world: Option<usize>,
     /// Bytes that each rank hands in, as in 4096, 64KiB or 1M, rounded down to whole numbers for
     /// each rank.
     #[arg(long, value_delimiter = ',', default_value = "4KiB,256KiB,16MiB", value_parser = parse_byte_size)]
     bytes: Vec<u64>,
     /// Times that each is run, after a barrier; the median of the slowest rank's times counts.
-    #[arg(long, default_value_t = 21)]
+    #[arg(long, default_value_t = 21, allow_negative_numbers = true)]
     steps: usize,
 }
 

@@ -24,6 +24,9 @@ pub(super) enum Program {
     Other { words: Vec<OsString> },
 }
 
+/// What clap answers by itself.
+const HELP: [&str; 5] = ["help", "--help", "-h", "--version", "-V"];
+
 /// A command line that cannot be launched.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Unfit {
@@ -31,6 +34,8 @@ pub(super) enum Unfit {
     Empty,
     #[error("`merak launch` starts other commands, not itself")]
     Itself,
+    #[error("{0} needs no ranks: write `merak {0}`")]
+    Help(&'static str),
     #[error("\"{word}\" is neither a command of merak nor a program that is found{hint}")]
     Unknown { word: String, hint: String },
     #[error("cannot find the program of this process: {0}")]
@@ -47,12 +52,18 @@ impl Program {
             let command = commands.find_subcommand(word)?;
             (!command.is_hide_set()).then_some(command)
         };
+        let help = |word: &OsString| HELP.into_iter().find(|help| word == help);
         if words.first().is_some_and(|word| word == "merak")
-            && words.get(1).is_none_or(|word| known(word).is_some())
+            && words
+                .get(1)
+                .is_none_or(|word| known(word).is_some() || help(word).is_some())
         {
             words.remove(0);
         }
         let word = words.first().ok_or(Unfit::Empty)?;
+        if let Some(help) = help(word) {
+            return Err(Unfit::Help(help));
+        }
         if let Some(command) = known(word) {
             if command.get_name() == "launch" {
                 return Err(Unfit::Itself);

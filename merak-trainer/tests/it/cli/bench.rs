@@ -191,6 +191,9 @@ fn the_bench_of_collectives_times_the_engine_that_is_asked_for() {
         "{}",
         ended.stderr
     );
+    let negative = place.mistake("bench collectives --world -1");
+    let told = "invalid value '-1' for '--world <WORLD>': expected a whole number of at least 0";
+    assert!(negative.contains(told), "{negative}");
     let unknown = place.mistake("bench collectives --engine gloo");
     assert!(
         unknown.contains("expected one of `auto`, `threads`, `tcp`, `mpi`, `nccl`"),

@@ -410,16 +410,37 @@ fn a_command_that_cannot_be_launched_is_refused_with_what_can() {
     let in_use =
         told(&format!("-n 2 --master-port {port} -- doctor")).replace(&port.to_string(), "PORT");
     assert_snapshot!(in_use, @"error: --master-port PORT: port PORT of 127.0.0.1 cannot be taken (Address already in use (os error 98)): choose another, or leave the option out for a free one");
-    for line in [
-        "-n 0 -- doctor",
-        "-n 1025 -- doctor",
-        "-n x -- doctor",
-        "-n 2",
-        "-- doctor",
-        "-n 2 --grace-s -1 -- doctor",
+    for (line, expected) in [
+        ("-n 0", "'-n <N>': expected a whole number from 1 to 1024"),
+        (
+            "-n 1025",
+            "'-n <N>': expected a whole number from 1 to 1024",
+        ),
+        ("-n two", "'-n <N>': expected a whole number from 1 to 1024"),
+        ("-n -1", "'-n <N>': expected a whole number from 1 to 1024"),
+        (
+            "-n 2 --max-restarts -1",
+            "'--max-restarts <R>': expected a whole number from 0 to 10000",
+        ),
+        (
+            "-n 2 --master-port 65536",
+            "'--master-port <P>': expected a whole number from 1 to 65535",
+        ),
+        (
+            "-n 2 --grace-s -1",
+            "'--grace-s <SECONDS>': expected seconds from 0 to 86400",
+        ),
     ] {
-        told(line);
+        let told = told(&format!("{line} -- doctor"));
+        let first = told.lines().next().expect("a line");
+        assert!(first.starts_with("error: invalid value '"), "{told}");
+        assert!(first.ends_with(expected), "{told}");
+        assert!(!told.contains("<COMMAND>"), "{told}");
     }
+    told("-n 2");
+    told("-- doctor");
+    assert_snapshot!(told("-n 2 -- help train"), @"error: help needs no ranks: write `merak help`");
+    assert_snapshot!(told("-n 2 -- merak --help"), @"error: --help needs no ranks: write `merak --help`");
 }
 
 #[test]
@@ -442,8 +463,8 @@ fn what_all_processes_meet_is_told_once() {
         ),
         (
             "bench gpt",
-            "merak bench runs its ranks as threads of one process, but 3 processes were started: \
-             start one",
+            "merak bench runs its ranks as threads of one process, but WORLD_SIZE says that 3 were \
+             started: start one",
         ),
         (
             "train merak.toml --dp 3 --distributed.timeout_s 0",

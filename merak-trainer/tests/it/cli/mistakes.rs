@@ -512,7 +512,7 @@ fn a_benchmark_names_its_options_as_they_were_typed() {
     assert_snapshot!(bench("gpt --steps x"), @r"
     error: invalid value 'x' for '--steps <STEPS>': expected a whole number of at least 0
 
-    Usage: merak [OPTIONS] <COMMAND>
+    Usage: merak bench gpt [OPTIONS]
 
     For more information, try '--help'.
     ");
