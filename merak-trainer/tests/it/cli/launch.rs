@@ -411,13 +411,22 @@ fn a_command_that_cannot_be_launched_is_refused_with_what_can() {
         told(&format!("-n 2 --master-port {port} -- doctor")).replace(&port.to_string(), "PORT");
     assert_snapshot!(in_use, @"error: --master-port PORT: port PORT of 127.0.0.1 cannot be taken (Address already in use (os error 98)): choose another, or leave the option out for a free one");
     for (line, expected) in [
-        ("-n 0", "'-n <N>': expected a whole number from 1 to 1024"),
+        (
+            "-n 0",
+            "'--processes <N>': expected a whole number from 1 to 1024",
+        ),
         (
             "-n 1025",
-            "'-n <N>': expected a whole number from 1 to 1024",
+            "'--processes <N>': expected a whole number from 1 to 1024",
         ),
-        ("-n two", "'-n <N>': expected a whole number from 1 to 1024"),
-        ("-n -1", "'-n <N>': expected a whole number from 1 to 1024"),
+        (
+            "-n two",
+            "'--processes <N>': expected a whole number from 1 to 1024",
+        ),
+        (
+            "-n -1",
+            "'--processes <N>': expected a whole number from 1 to 1024",
+        ),
         (
             "-n 2 --max-restarts -1",
             "'--max-restarts <R>': expected a whole number from 0 to 10000",
