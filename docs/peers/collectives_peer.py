@@ -31,6 +31,7 @@ def gloo(rank, port):
         data = torch.zeros(size // 4)
         out = torch.empty_like(data)
         half = data[: data.numel() // 2].clone()
+        halves = list(out.chunk(2)) if rank == 0 else None
 
         def message():
             if rank == 0:
@@ -45,6 +46,8 @@ def gloo(rank, port):
             "all_to_all": lambda: dist.all_to_all_single(out, data),
             "broadcast": lambda: dist.broadcast(data, 0),
             "all_gather": lambda: dist.all_gather_into_tensor(out, half),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, data, dist.ReduceOp.SUM),
+            "gather": lambda: dist.gather(half, halves, 0),
             "message": message,
         }
         for name, op in ops.items():

@@ -94,6 +94,16 @@ fn measure(member: &Member) -> Result<()> {
             data.truncate(bytes / 4 / world.world_size());
             world.all_gather_vec(data)
         })?;
+        // As gloo's, these two keep what was handed in, here by a copy.
+        time("reduce_scatter", &|data| {
+            world.reduce_scatter_vec(data.clone(), ReduceOp::Sum)?;
+            Ok(data)
+        })?;
+        time("gather", &|data| {
+            let part = data[..bytes / 4 / world.world_size()].to_vec();
+            world.gather_vec(part, 0)?;
+            Ok(data)
+        })?;
         let packet = Packet {
             shape: vec![data.len()],
             data: Box::new(data),

@@ -123,7 +123,7 @@ fn weave(
     let place = meeting.locality(rank);
     let woven = Woven {
         links: streams.into_iter().map(|one| one.map(Link::new)).collect(),
-        spins: options.shared_memory && place.core_sharers <= cores,
+        spins: spins(options.shared_memory, place.core_sharers, cores),
         ends_together: false,
         shared_bytes: shared_bytes(options, place.local_size),
     };
@@ -134,6 +134,12 @@ fn weave(
         })
     };
     Ok((woven, Box::new(start)))
+}
+
+/// Whether a process looks for news without a pause: where they come through memory, and each of
+/// the ranks that share its cores can have one for itself.
+fn spins(shared_memory: bool, core_sharers: usize, cores: usize) -> bool {
+    shared_memory && core_sharers <= cores
 }
 
 /// Bytes of the memory that `ranks` ranks of a host share.
@@ -208,4 +214,19 @@ pub fn world_of(options: &JoinOptions) -> Result<Vec<Member>> {
         });
         joined.collect()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_spin_only_where_memory_is_shared_and_each_has_a_core() {
+        assert!(spins(true, 2, 2) && spins(true, 1, 8));
+        assert!(
+            !spins(true, 3, 2),
+            "spinning would keep the third one from its core"
+        );
+        assert!(!spins(false, 1, 8), "a socket wakes its reader");
+    }
 }

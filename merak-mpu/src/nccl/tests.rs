@@ -13,7 +13,9 @@ use crate::{
     bell::lock,
     run_members,
     testing::{DEADLINE, suite},
+    threads,
 };
+use proptest::prelude::*;
 use std::{
     sync::Mutex,
     thread,
@@ -99,6 +101,95 @@ fn host_memory_passes_every_check_beside_it() {
 fn device_memory_survives_every_fault() {
     for n in [2, 4] {
         suite::faults(n, |n, timeout| on_devices(healthy(n, timeout).1));
+    }
+}
+
+/// One step of a program: its members by their bits, its kind, and a length.
+type Step = (usize, u8, usize);
+
+/// How many kinds of steps there are.
+const KINDS: u8 = 7;
+
+/// Starts this rank's part of a step. Its numbers are whole, so that any order gives one sum.
+fn begin(group: &Group, own: usize, number: usize, step: Step) -> Result<Pending<Vec<f32>>> {
+    let (_, kind, len) = step;
+    let (n, rank) = (group.world_size(), group.rank());
+    let fresh = |len: usize| -> Box<dyn Buffer> {
+        let value = |index: usize| ((index * 7 + own * 31 + number) % 97) as f32;
+        Box::new((0..len).map(value).collect::<Vec<_>>())
+    };
+    let pending = match kind {
+        0 => group.start_all_reduce(fresh(len), ReduceOp::Sum),
+        1 => group.start_reduce_scatter(fresh(len * n), ReduceOp::Sum),
+        2 => group.start_all_gather(fresh(len)),
+        3 => group.start_gather(fresh(len), n - 1),
+        4 => group.start_broadcast(fresh(len), n / 2),
+        5 => group.start_all_to_all(fresh(len * n)),
+        _ if n > 1 && rank == 0 => {
+            let packet = Packet {
+                shape: vec![len],
+                data: fresh(len),
+            };
+            let sent = group.start_send(n - 1, 0, vec![packet])?;
+            return Ok(sent.map(|()| Ok(Vec::new())));
+        }
+        _ if n > 1 && rank == n - 1 => {
+            let received = group.start_recv(0, 0)?;
+            return Ok(received.map(|message| {
+                let packets = message.into_iter();
+                Ok(packets.flat_map(|packet| to_host(packet.data)).collect())
+            }));
+        }
+        _ => return Ok(Pending::ready(Vec::new())),
+    };
+    Ok(pending?.map(|buffer| Ok(to_host(buffer))))
+}
+
+/// Runs a rank's part of a program. All ranks start the steps in one order. A rank waits for a step
+/// at once where `waits` says so, and else at the end, for the last one first.
+fn play(member: &Member, steps: &[Step], waits: &[bool]) -> Result<Vec<Vec<f32>>> {
+    let own = member.rank();
+    let mut results = vec![Vec::new(); steps.len()];
+    let mut open = Vec::new();
+    for (number, &step) in steps.iter().enumerate() {
+        let takes_part = |rank: &usize| step.0 >> rank & 1 == 1;
+        let members = (0..member.world_size()).filter(takes_part);
+        let members: Vec<_> = members.map(Rank).collect();
+        if !members.contains(&own) {
+            continue;
+        }
+        let pending = begin(&member.group("some", &members)?, own.0, number, step)?;
+        if waits[(number + own.0) % waits.len()] {
+            results[number] = pending.wait()?;
+        } else {
+            open.push((number, pending));
+        }
+    }
+    for (number, pending) in open.into_iter().rev() {
+        results[number] = pending.wait()?;
+    }
+    member.end();
+    Ok(results)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn any_program_gives_the_numbers_that_threads_give(
+        n in 1..=4_usize,
+        steps in prop::collection::vec(
+            (1..16_usize, 0..KINDS, prop_oneof![Just(0), 1..40_usize, 1000..3000_usize]),
+            1..10,
+        ),
+        waits in prop::collection::vec(any::<bool>(), 1..8),
+    ) {
+        let by_threads = threads::world(n, threads::WorldOptions::default());
+        let expected = run(by_threads, |member| play(&member, &steps, &waits));
+        let found = run(on_devices(healthy(n, DEADLINE).1), |member| {
+            play(&member, &steps, &waits)
+        });
+        prop_assert_eq!(found, expected);
     }
 }
 

@@ -260,3 +260,16 @@ impl Shared {
             .store(0, Ordering::SeqCst);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_of_the_memory_is_reserved_before_anybody_touches_it() {
+        let (_shared, file) = Shared::create().unwrap();
+        let blocks = fs::fstat(&file).unwrap().st_blocks as usize;
+        // The system counts blocks of 512 bytes that are there; a file that is only long has none.
+        assert!(blocks * 512 >= MAP_BYTES, "{blocks} blocks");
+    }
+}
