@@ -401,6 +401,11 @@ impl<'a> Rewriter<'a> {
                 .iter()
                 .map(|input| self.placed[input].along_sequence)
                 .collect(),
+            are_weights: node
+                .inputs
+                .iter()
+                .map(|&input| self.is_weight(input))
+                .collect(),
             results: node
                 .outputs
                 .iter()

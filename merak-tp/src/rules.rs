@@ -43,6 +43,8 @@ pub(crate) struct Site<'a> {
     pub(crate) placements: Vec<&'a Placement>,
     /// Whether each operand is cut along the sequence, which never has padding.
     pub(crate) along_sequence: Vec<bool>,
+    /// Whether each operand is a weight, no dimension of which is a sequence.
+    pub(crate) are_weights: Vec<bool>,
     /// Whole types of the results.
     pub(crate) results: Vec<&'a TensorType>,
     /// Whether each result is used.

@@ -70,9 +70,12 @@ impl Options {
 impl Site<'_> {
     /// How the first operand is cut, which is whole: the ids of a lookup, `[batch, sequence]` or
     /// `[sequence, batch]`, along the sequence, and numbers of positions `[sequence]`, which are
-    /// the same for all samples; other values have features after these.
+    /// the same for all samples; other values have features after these. Weights have no sequence.
     pub(crate) fn first_cut(&self) -> Result<Option<Shard>> {
         let ids = self.types[0];
+        if self.are_weights[0] {
+            return Ok(None);
+        }
         let most = if ids.dtype.is_float() { 3 } else { 2_usize };
         let missing = most.checked_sub(ids.ndim());
         let dim = self

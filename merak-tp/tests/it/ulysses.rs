@@ -8,7 +8,7 @@ use crate::{
 };
 use merak_mpu::Degrees;
 use merak_tp::{
-    Error, LayerTraffic, Options, Report, Rewritten, Sequence, SequenceMethod, Traffic,
+    Error, LayerLists, LayerTraffic, Options, Report, Rewritten, Sequence, SequenceMethod, Traffic,
     default_lists, rewrite_with,
 };
 use merak_trace::{
@@ -34,7 +34,7 @@ fn options(seq: usize) -> TraceOptions {
     }
 }
 
-/// A model of a family, split over both axes.
+/// A model of a family, split over both axes, by the lists of its family unless there are others.
 fn split(
     config: &Json,
     options: &TraceOptions,
@@ -43,8 +43,11 @@ fn split(
 ) -> (Graph, merak_tp::Result<Rewritten>) {
     let model = model(config);
     let whole = model.trace(options).expect("the sizes fit");
-    let lists = default_lists(model.info().family).expect("the family has defaults");
-    let by_layers = rewrite_with(&whole, &tensor.clone().with_lists(lists));
+    let mut tensor = tensor.clone();
+    if tensor.lists == LayerLists::default() {
+        tensor.lists = default_lists(model.info().family).expect("the family has defaults");
+    }
+    let by_layers = rewrite_with(&whole, &tensor);
     let by_layers = by_layers.expect("the layers can be split").graph;
     (whole, rewrite_with(&by_layers, sequence))
 }
@@ -500,6 +503,34 @@ fn encoders_and_translations_share_tables_of_biases_and_classifiers() {
                 }
                 let sliced = Options::new(2).with_sequence(CUT);
                 check_gathering(method, &config, &options, &sliced, 2);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_table_that_is_looked_up_whole_and_multiplied_in_parts_is_no_sequence() {
+    let t5 = json!({ "model_type": "t5", "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4,
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6 });
+    let mut tied_llama = llama(1, 4, 0.1);
+    tied_llama["tie_word_embeddings"] = true.into();
+    // As many rows as the head has outputs; an odd number where its inputs are cut.
+    for (mut config, vocab, head, dim) in [
+        (gpt2(1, 0.1, true), 102, "lm_head", 0),
+        (tied_llama, 101, "lm_head", 1),
+        (bert("BertForMaskedLM"), 102, "decoder", 0),
+        (t5, 102, "lm_head", 0),
+    ] {
+        config["vocab_size"] = vocab.into();
+        let lists = LayerLists {
+            weight_change_list: vec![(head.to_owned(), dim)],
+            ..LayerLists::default()
+        };
+        for sequence in [Sequence::Whole, CUT] {
+            let tensor = Options::new(2).with_lists(lists.clone());
+            let tensor = tensor.with_sequence(sequence);
+            for method in [SequenceMethod::Ulysses, SequenceMethod::Ring] {
+                check_gathering(method, &config, &options(8), &tensor, 2);
             }
         }
     }
