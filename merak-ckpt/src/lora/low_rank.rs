@@ -108,13 +108,14 @@ impl LowRank {
         for first in (0..rows).step_by(step) {
             let end = rows.min(first + step);
             values.resize((end - first) * columns * 4, 0);
+            let elements = first * columns..end * columns;
             let piece = Piece {
-                range: Some(first * columns..end * columns),
+                range: Some(elements.clone()),
                 ..Piece::parameter(name, DType::F32, &layout)
             };
             base.read_as(&piece, &mut values)?;
             self.product
-                .add_squares(first, floats(&values), &mut squares);
+                .add_squares(elements, floats(&values), &mut squares);
         }
         let factors = magnitudes.wanted.iter().zip(squares);
         let factors = factors.map(|(wanted, squares)| f64::from(*wanted) / squares.sqrt());

@@ -1,5 +1,7 @@
 //! The product of an adapter's factors, laid as the weight that it is added to.
 
+use std::ops::Range;
+
 /// A product that is added to a weight, seen as a matrix of its first dim by all others.
 #[derive(Debug)]
 pub(super) struct Product {
@@ -56,21 +58,25 @@ impl Product {
         }
     }
 
-    /// Adds to each output's sum the squares of its updated weights, weight plus product, of whole
-    /// rows from `first` on: the square of the norm that `DoRA` divides by.
+    /// Adds to each output's sum the squares of its updated weights, weight plus product, of
+    /// adjacent `elements` of the matrix: the square of the norm that `DoRA` divides by.
     pub(super) fn add_squares(
         &self,
-        first: usize,
+        elements: Range<usize>,
         weights: impl Iterator<Item = f32>,
         squares: &mut [f64],
     ) {
         let mut product = Vec::new();
-        for (index, weight) in weights.enumerate() {
-            let (row, column) = (first + index / self.columns, index % self.columns);
-            if column == 0 {
-                self.row(row, 0, self.columns, &mut product);
+        // The index of the first element of `product`.
+        let mut first = elements.start;
+        for (index, weight) in elements.clone().zip(weights) {
+            let (row, column) = (index / self.columns, index % self.columns);
+            if column == 0 || index == elements.start {
+                let count = (self.columns - column).min(elements.end - index);
+                self.row(row, column, count, &mut product);
+                first = index;
             }
-            let updated = f64::from(weight) + f64::from(product[column]);
+            let updated = f64::from(weight) + f64::from(product[index - first]);
             squares[self.output(row, column)] += updated.powi(2);
         }
     }
@@ -78,11 +84,12 @@ impl Product {
 
 /// The squares of the norms that `DoRA` divides by ([Liu et al.
 /// 2024](https://arxiv.org/abs/2402.09353), section 4): for each output of a layer, the sum of the
-/// squares of its updated weights `W + scale * B * A` over the inputs that are given.
+/// squares of its updated weights `W + scale * B * A`, of those weights that are given.
 ///
 /// # Shapes
-/// `weights`: `[outputs, inputs]`, or `[inputs, outputs]` if `is_transposed`; a kernel's further
-/// dims belong to the inputs. `[a, b]`: `[rank, inputs]`, `[outputs, rank]`. Result: `[outputs]`.
+/// `weights`: runs of adjacent elements, each with the index of its first one, of the matrix
+/// `[outputs, inputs]`, or `[inputs, outputs]` if `is_transposed`; a kernel's further dims belong to
+/// the inputs. `[a, b]`: `[rank, inputs]`, `[outputs, rank]`. Result: `[outputs]`.
 ///
 /// # Panics
 /// When the lengths fit no such shapes.
@@ -90,11 +97,15 @@ impl Product {
 /// # Examples
 /// ```
 /// let (weights, a, b) = ([3.0, 3.0], [1.0, 2.0], [1.0]);
-/// let squares = merak_ckpt::squares_of_outputs(&weights, [&a, &b], 1, 1.0, false);
+/// let all = [(0, &weights[..])];
+/// let squares = merak_ckpt::squares_of_outputs(all, [&a, &b], 1, 1.0, false);
 /// assert_eq!(squares, [4.0 * 4.0 + 5.0 * 5.0]);
+/// let second = [(1, &weights[1..])];
+/// let squares = merak_ckpt::squares_of_outputs(second, [&a, &b], 1, 1.0, false);
+/// assert_eq!(squares, [5.0 * 5.0]);
 /// ```
-pub fn squares_of_outputs(
-    weights: &[f32],
+pub fn squares_of_outputs<'a>(
+    weights: impl IntoIterator<Item = (usize, &'a [f32])>,
     [a, b]: [&[f32]; 2],
     outputs: usize,
     scale: f64,
@@ -102,7 +113,10 @@ pub fn squares_of_outputs(
 ) -> Vec<f64> {
     let mut squares = vec![0.0; outputs];
     let product = Product::new(a, b, b.len() / outputs.max(1), scale, is_transposed);
-    product.add_squares(0, weights.iter().copied(), &mut squares);
+    for (first, run) in weights {
+        let elements = first..first + run.len();
+        product.add_squares(elements, run.iter().copied(), &mut squares);
+    }
     squares
 }
 
@@ -126,9 +140,11 @@ mod tests {
         };
         let weights = values(outputs * inputs, 1.3);
         let (a, b) = (values(rank * inputs, 0.7), values(outputs * rank, 2.1));
-        let squares = squares_of_outputs(&weights, [&a, &b], outputs, scale, false);
+        let squares = squares_of_outputs([(0, &weights[..])], [&a, &b], outputs, scale, false);
         let lying = turned(&weights, outputs);
-        let of_lying = squares_of_outputs(&lying, [&a, &b], outputs, scale, true);
+        // Runs that neither begin nor end where rows do.
+        let runs = [(0, &lying[..5]), (5, &lying[5..7]), (7, &lying[7..])];
+        let of_lying = squares_of_outputs(runs, [&a, &b], outputs, scale, true);
         for output in 0..outputs {
             let weight = |input: usize| {
                 let product = (0..rank).map(|k| b[output * rank + k] * a[k * inputs + input]);

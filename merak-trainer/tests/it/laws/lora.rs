@@ -11,7 +11,7 @@ use merak_mpu::{
 use merak_trainer::{MerakTrainer, Workload, run_on};
 use serde_json::{Value, json};
 
-use super::encoders;
+use super::{encoders, sp};
 use crate::support::{Case, assert_close_losses, assert_close_tensors, assert_same_bits, numbers};
 
 /// Fused and plain, column and row layers of a GPT-2, a table, biases and a module that is trained
@@ -100,6 +100,36 @@ fn adapters_train_on_every_topology_like_on_one_rank() {
             assert_close_losses(&run.reports, &all.reports, 1e-4, &what);
         }
     }
+}
+
+#[test]
+fn magnitudes_of_a_tied_head_start_at_its_norms_however_the_lists_cut_the_table() {
+    let folder = tempfile::tempdir().unwrap();
+    let lora = json!({ "use_dora": true, "target_modules": ["lm_head"], "r": 2, "lora_alpha": 4,
+        "init_lora_weights": false });
+    let case = tied_gpt2().with_lora(folder.path(), &lora);
+    let split = case.clone().on((1, 2, 1));
+    let slices = [
+        r#"[["wte", 0]]"#,
+        r#"[["wte", 1]]"#,
+        r#"[["lm_head", 0]]"#,
+        r#"[["lm_head", 1]]"#,
+        r#"[["wte", 0], ["lm_head", 1]]"#,
+        r#"[["wte", 1], ["lm_head", 0]]"#,
+    ];
+    let mut cases: Vec<_> = slices
+        .iter()
+        .map(|slices| split.clone().with("weight_change_list", slices))
+        .collect();
+    cases.push(cases[5].clone().on((1, 2, 2)));
+    cases.push(cases[2].clone().sharing(2));
+    sp::check(&case, &cases, 3);
+}
+
+/// A model whose table of tokens, which two ranks can share, is its head.
+fn tied_gpt2() -> Case {
+    let case = Case::gpt2().with_tied(true).with_model("n_layer", 2);
+    case.with_model("vocab_size", 102)
 }
 
 #[test]
