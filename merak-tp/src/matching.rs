@@ -243,17 +243,21 @@ fn beside<'a>(model: &'a Graph, node: &Node) -> Option<&'a Beside> {
 }
 
 /// Splits the halves of adapters as their layers: a factor is cut where the features that it shares
-/// with the layer's matrix are cut.
+/// with the layer's matrix are cut, and into their parts.
 fn follow(model: &Graph, matches: &mut Matches) {
     let mut cuts = BTreeMap::new();
     for (id, role) in &matches.roles {
         let node = model.node(*id);
         if let (Class::Linear(layout), Some(weight)) = (node.op.class(), model.weight_of(node)) {
+            let mut role = role.clone();
             let dim = match role.kind {
                 SplitKind::Col => layout.out_dim(),
                 SplitKind::Row => layout.in_dim(),
             };
-            cuts.insert(model.param(weight).name.as_str(), (dim, role.clone()));
+            if role.kind == SplitKind::Row {
+                role.parts = vec![model.ty(node.inputs[1]).shape[dim]];
+            }
+            cuts.insert(model.param(weight).name.as_str(), (dim, role));
         }
     }
     for id in model.node_ids() {

@@ -126,6 +126,27 @@ fn magnitudes_of_a_tied_head_start_at_its_norms_however_the_lists_cut_the_table(
     sp::check(&case, &cases, 3);
 }
 
+#[test]
+fn adapters_of_a_table_train_like_one_rank_where_the_lists_cut_its_other_use() {
+    let folder = tempfile::tempdir().unwrap();
+    let lora = json!({ "target_modules": ["wte", "c_attn"], "r": 2, "lora_alpha": 4,
+        "init_lora_weights": false });
+    let case = tied_gpt2().with_lora(folder.path(), &lora);
+    let by = |col: &str, row: &str| {
+        let split = case.clone().on((1, 2, 1)).with("col_para_list", col);
+        split.with("row_para_list", row)
+    };
+    let of_inputs = by(r#"["c_attn", "c_fc"]"#, r#"["c_proj", "lm_head"]"#);
+    let of_outputs = by(r#"["c_attn", "c_fc", "lm_head"]"#, r#"["c_proj"]"#);
+    let cases = [
+        of_inputs.clone(),
+        of_outputs.clone(),
+        of_inputs.sharing(2),
+        of_outputs.with("sequence_parallel", true).sharing(2),
+    ];
+    sp::check(&case, &cases, 3);
+}
+
 /// A model whose table of tokens, which two ranks can share, is its head.
 fn tied_gpt2() -> Case {
     let case = Case::gpt2().with_tied(true).with_model("n_layer", 2);
