@@ -1,5 +1,6 @@
 //! Reasons why a model cannot be split.
 
+use crate::vocab::SPLIT_VOCABULARY;
 use merak_trace::Axis;
 
 /// The result of an operation of this crate.
@@ -11,8 +12,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     /// A size is no multiple of the degree.
     #[error(
-        "{module}: {size} {what} cannot be split over tp = {degree} ({list}): choose \"tp\" among {}",
-        listed(legal)
+        "{module}: {size} {what} cannot be split over tp = {degree} ({list}): {}",
+        choice("tp", legal)
     )]
     Indivisible {
         /// Path of the module.
@@ -31,8 +32,8 @@ pub enum Error {
     },
     /// The ranks cannot share the query heads of an attention evenly.
     #[error(
-        "{module}: {heads} attention heads{} cannot be split over {axis} = {degree}: choose \"{axis}\" among {}",
-        of_a_rank(*axis), listed(legal), axis = axis.degree_name()
+        "{module}: {} cannot be split over {axis} = {degree}: {}",
+        counted(*heads, "attention", *axis), choice(axis.degree_name(), legal), axis = axis.degree_name()
     )]
     Heads {
         /// Path of the module.
@@ -52,9 +53,8 @@ pub enum Error {
     },
     /// The key and value heads can neither be shared out nor repeated.
     #[error(
-        "{module}: {kv_heads} key/value heads{} can neither be split over {axis} = {degree} nor repeated on it: \
-         choose \"{axis}\" among {}",
-        of_a_rank(*axis), listed(legal), axis = axis.degree_name()
+        "{module}: {} can neither be split over {axis} = {degree} nor repeated on it: {}",
+        counted(*kv_heads, "key/value", *axis), choice(axis.degree_name(), legal), axis = axis.degree_name()
     )]
     KvHeads {
         /// Path of the module.
@@ -74,10 +74,9 @@ pub enum Error {
     },
     /// The ranks cannot share the sequence evenly.
     #[error(
-        "{module}: a sequence of {len} cannot be cut over {axis} = {degree}{}: choose \"{axis}\" among {}, or another \
-         length, such as {}",
+        "{module}: a sequence of {len} cannot be cut over {axis} = {degree}{}: {}, or take another length, such as {}",
         if *axis == Axis::Tensor { " (sequence parallelism)" } else { "" },
-        listed(legal), len.next_multiple_of(*degree), axis = axis.degree_name()
+        choice(axis.degree_name(), legal), len.next_multiple_of(*degree), axis = axis.degree_name()
     )]
     Sequence {
         /// Path of the module whose results are to be cut.
@@ -134,10 +133,12 @@ pub enum Error {
         row: String,
     },
     /// The lists name no module of the model.
-    #[error("tp = {degree} splits nothing: no linear layer of the model is matched by {patterns}")]
+    #[error("tp = {degree} splits nothing: no {kinds} of the model is matched by {patterns}")]
     NothingMatched {
         /// The tensor-parallel degree.
         degree: usize,
+        /// What the entries can match, in words.
+        kinds: String,
         /// All entries of the lists.
         patterns: String,
     },
@@ -217,6 +218,17 @@ pub enum Error {
 }
 
 impl Error {
+    /// The same, told of lists that are the defaults of a family, which nobody wrote.
+    #[must_use]
+    pub fn of_defaults(mut self) -> Self {
+        if let Self::Indivisible { list, .. } = &mut self
+            && *list != SPLIT_VOCABULARY
+        {
+            list.insert_str(0, "default ");
+        }
+        self
+    }
+
     /// Whether a size or heads prevent the split.
     pub(crate) fn is_misfit(&self) -> bool {
         matches!(
@@ -237,12 +249,14 @@ impl Error {
     }
 }
 
-/// The words after a count of heads: on the sequence axis they are those of a rank.
-fn of_a_rank(axis: Axis) -> &'static str {
-    match axis {
+/// A number of heads of a kind in words: on the sequence axis they are those of a rank.
+fn counted(heads: usize, kind: &str, axis: Axis) -> String {
+    let plural = if heads == 1 { "" } else { "s" };
+    let whose = match axis {
         Axis::Sequence => " of a rank",
         _ => "",
-    }
+    };
+    format!("{heads} {kind} head{plural}{whose}")
 }
 
 /// The divisors of a size, ascending.
@@ -259,6 +273,14 @@ pub(crate) fn divisors(size: usize) -> Vec<usize> {
 /// Degrees that a message names; dots stand for more.
 pub(crate) const MOST_LISTED: usize = 12;
 
+/// What to do about a degree: there may be no choice.
+fn choice(name: &str, legal: &[usize]) -> String {
+    match legal {
+        [only] => format!("set \"{name}\" to {only}"),
+        _ => format!("choose \"{name}\" among {}", listed(legal)),
+    }
+}
+
 /// `1, 2, 4`, and dots after [`MOST_LISTED`] degrees.
 fn listed(degrees: &[usize]) -> String {
     let shown = degrees.iter().take(MOST_LISTED);
@@ -272,6 +294,22 @@ fn listed(degrees: &[usize]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_head_and_one_degree_are_told_as_one() {
+        let error = Error::Heads {
+            module: "h.0.attn".into(),
+            heads: 1,
+            axis: Axis::Sequence,
+            degree: 2,
+            is_bound: false,
+            legal: vec![1],
+        };
+        assert_eq!(
+            error.to_string(),
+            "h.0.attn: 1 attention head of a rank cannot be split over sp = 2: set \"sp\" to 1"
+        );
+    }
 
     #[test]
     fn divisors_are_listed_in_order_and_not_without_end() {

@@ -88,9 +88,11 @@ pub(crate) fn find(model: &Graph, options: &Options) -> Result<Matches> {
     }
     slices::find(model, &options.lists, degree, &layers, &mut matches)?;
     if matches.roles.is_empty() && matches.slices.is_empty() {
-        let patterns: Vec<_> = entries.into_iter().map(|entry| entry.shown).collect();
+        let patterns = entries.into_iter().map(|entry| entry.shown);
+        let patterns: Vec<_> = patterns.chain(matches.unmatched).collect();
         return Err(Error::NothingMatched {
             degree,
+            kinds: kinds(&options.lists),
             patterns: patterns.join(", "),
         });
     }
@@ -107,6 +109,22 @@ pub(crate) fn find(model: &Graph, options: &Options) -> Result<Matches> {
     }
     follow(model, &mut matches);
     Ok(matches)
+}
+
+/// What the entries of all lists can match, in words.
+fn kinds(lists: &LayerLists) -> String {
+    let has_slices = !lists.weight_change_list.is_empty();
+    let has_convolutions = !lists.conv_para_list.is_empty();
+    let has_layers = !lists.col_para_list.is_empty()
+        || !lists.row_para_list.is_empty()
+        || !lists.input_output_mapping.is_empty();
+    let kinds = [
+        (has_layers || has_slices, "linear layer"),
+        (has_convolutions, "convolution"),
+        (has_slices, "parameter"),
+    ];
+    let kinds = kinds.into_iter().filter(|(has, _)| *has);
+    kinds.map(|(_, kind)| kind).collect::<Vec<_>>().join(" or ")
 }
 
 /// The entries of all lists, names before ratios.

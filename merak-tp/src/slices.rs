@@ -12,6 +12,9 @@ use std::collections::BTreeMap;
 /// Dimension of the input channels of a kernel, `[out, in, height, width]`.
 const CHANNELS: usize = 1;
 
+/// Dimension of the heads of a table of biases, `[buckets, heads]`.
+const HEADS: usize = 1;
+
 /// The kernel of a convolution of patches that do not overlap, which is a linear layer whose matrix
 /// is a kernel in another shape.
 pub(crate) fn kernel(model: &Graph, layer: &Node) -> Option<ParamId> {
@@ -138,6 +141,8 @@ fn slice(
             size,
             what: if dim == CHANNELS && shape.len() == 4 {
                 "input channels"
+            } else if dim == HEADS && is_of_attention(model, id) {
+                "attention heads"
             } else {
                 "slices"
             },
@@ -149,6 +154,15 @@ fn slice(
     let parts = vec![size];
     matches.slices.insert(id, Shard::new(dim, parts));
     Ok(())
+}
+
+/// Whether a parameter is an operand of an attention, as a table of biases is.
+fn is_of_attention(model: &Graph, id: ParamId) -> bool {
+    let is_operand = |node: &Node| {
+        let mut params = node.inputs.iter().map(|&input| model.param_of(input));
+        matches!(node.op, Op::Attention(_)) && params.any(|param| param == Some(id))
+    };
+    model.nodes().iter().any(is_operand)
 }
 
 fn no_dimension(module: &str, dims: usize, dim: usize, list: String) -> Error {

@@ -90,6 +90,17 @@ fn heads_that_do_not_divide() {
 }
 
 #[test]
+fn heads_of_a_table_of_biases_that_do_not_divide_by_default() {
+    let config = json!({ "model_type": "t5", "vocab_size": 11, "d_model": 8, "d_kv": 3, "d_ff": 12,
+        "num_layers": 1, "num_heads": 4, "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 6 });
+    let graph = model(&config).trace(&TraceOptions::training(1, 4)).unwrap();
+    let refused = rewrite(&graph, &default_lists("t5").unwrap(), 3).expect_err("heads are left");
+    insta::assert_snapshot!(refused.of_defaults(),
+        @r#"encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight: 4 attention heads cannot be split over tp = 3 (default weight_change_list ["relative_attention_bias", 1]): choose "tp" among 1, 2, 4"#);
+}
+
+#[test]
 fn a_module_in_both_lists() {
     let lists = LayerLists::col_row(["col", "ro"], ["row"]);
     insta::assert_snapshot!(refusal(&mlp(8), &lists, 2), @r#"row is to be column-parallel (col_para_list "ro") and row-parallel (row_para_list "row"): take it out of one list"#);
@@ -109,6 +120,18 @@ fn a_module_in_both_lists() {
 fn lists_that_match_nothing() {
     insta::assert_snapshot!(refusal(&mlp(8), &LayerLists::col_row(["q_proj"], ["o_proj"]), 2),
         @r#"tp = 2 splits nothing: no linear layer of the model is matched by col_para_list "q_proj", row_para_list "o_proj""#);
+    let others = LayerLists {
+        weight_change_list: vec![("bias_table".into(), 0)],
+        ..LayerLists::default()
+    };
+    insta::assert_snapshot!(refusal(&mlp(8), &others, 2),
+        @r#"tp = 2 splits nothing: no linear layer or parameter of the model is matched by weight_change_list ["bias_table", 0]"#);
+    let others = LayerLists {
+        conv_para_list: vec!["conv".into()],
+        ..LayerLists::default()
+    };
+    insta::assert_snapshot!(refusal(&mlp(8), &others, 2),
+        @r#"tp = 2 splits nothing: no convolution of the model is matched by conv_para_list "conv""#);
 }
 
 #[test]

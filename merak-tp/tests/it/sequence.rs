@@ -284,7 +284,7 @@ fn an_odd_sequence_is_refused_with_the_degrees_that_divide_it() {
             ..
         }
     ));
-    insta::assert_snapshot!(error.to_string(), @r#"transformer.wte: a sequence of 6 cannot be cut over tp = 4 (sequence parallelism): choose "tp" among 1, 2, or another length, such as 8"#);
+    insta::assert_snapshot!(error.to_string(), @r#"transformer.wte: a sequence of 6 cannot be cut over tp = 4 (sequence parallelism): choose "tp" among 1, 2, or take another length, such as 8"#);
 }
 
 #[test]

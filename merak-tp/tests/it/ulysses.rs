@@ -464,13 +464,13 @@ fn sizes_that_do_not_divide_are_refused_with_those_that_do() {
     let one = Options::new(1);
     insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &one, 3), @r#"transformer.h.0.attn: 4 attention heads of a rank cannot be split over sp = 3: choose "sp" among 1, 2"#);
     insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 16, &Options::new(2), 4), @r#"transformer.h.0.attn: 2 attention heads of a rank cannot be split over sp = 4: choose "sp" among 1, 2"#);
-    insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &one, 4), @r#"transformer.wte: a sequence of 6 cannot be cut over sp = 4: choose "sp" among 1, 2, or another length, such as 8"#);
+    insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &one, 4), @r#"transformer.wte: a sequence of 6 cannot be cut over sp = 4: choose "sp" among 1, 2, or take another length, such as 8"#);
     let slices = Options::new(2).with_sequence(CUT);
     insta::assert_snapshot!(refused(&gpt2(1, 0.0, true), 6, &slices, 2), @r#"transformer.wte.scatter: the sequence has 3 positions for each of tp = 2 ranks (sequence parallelism), which cannot be cut over sp = 2: choose a length that is a multiple of "tp" x "sp", which is 4"#);
     let mut six = llama(1, 3, 0.0);
     six["hidden_size"] = 24.into();
     six["num_attention_heads"] = 6.into();
-    insta::assert_snapshot!(refused(&six, 8, &one, 2), @r#"model.layers.0.self_attn: 3 key/value heads of a rank can neither be split over sp = 2 nor repeated on it: choose "sp" among 1"#);
+    insta::assert_snapshot!(refused(&six, 8, &one, 2), @r#"model.layers.0.self_attn: 3 key/value heads of a rank can neither be split over sp = 2 nor repeated on it: set "sp" to 1"#);
 }
 
 /// A BERT of one layer, for 101 classes or tokens.

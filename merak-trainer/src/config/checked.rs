@@ -105,7 +105,12 @@ impl CheckedArguments {
     /// Warning for each key whose value is not its default and has no effect, because of the value
     /// of another key.
     pub fn without_effect(&self) -> Vec<String> {
-        without_effect(&self.arguments)
+        let mut told = without_effect(&self.arguments);
+        let asks = self.tp > 1 && self.tp_overlapping_level > Overlap::None;
+        if let Some(reason) = self.without_overlap().filter(|_| asks) {
+            told.push(format!("\"tp_overlapping_level\" 0 is used: {reason}"));
+        }
+        told
     }
 
     /// The arguments as they were given.

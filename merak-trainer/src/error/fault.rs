@@ -226,15 +226,9 @@ fn of_partition(error: &merak_partition::Error) -> Vec<&'static str> {
 fn of_tensor_parallel(error: &merak_tp::Error) -> Vec<&'static str> {
     use merak_tp::Error as E;
     match error {
-        E::BothKinds { .. } | E::IncompleteLists { .. } | E::NoDimension { .. } => {
-            vec![
-                "tp_layer_lists.col_para_list",
-                "tp_layer_lists.row_para_list",
-                "tp_layer_lists.input_output_mapping",
-                "tp_layer_lists.weight_change_list",
-                "tp_layer_lists.conv_para_list",
-            ]
-        }
+        E::BothKinds { col, row, .. } => of_lists(&[col, row]),
+        E::IncompleteLists { found, .. } => of_lists(&[found]),
+        E::NoDimension { list, .. } => of_lists(&[list]),
         E::Sequence {
             axis: Axis::Tensor, ..
         } => vec!["seq_length", "sequence_parallel", "tp"],
@@ -249,6 +243,25 @@ fn of_tensor_parallel(error: &merak_tp::Error) -> Vec<&'static str> {
         _ => Vec::new(),
     }
 }
+
+/// The keys of the lists of layers that an error tells of: the texts begin with their names.
+fn of_lists(told: &[&str]) -> Vec<&'static str> {
+    let is_told = |key: &&&str| {
+        let name = key.rsplit('.').next().unwrap_or_default();
+        told.iter().any(|text| text.starts_with(name))
+    };
+    LISTS.iter().filter(is_told).copied().collect()
+}
+
+/// The keys of the lists of layers.
+const LISTS: [&str; 6] = [
+    "tp_layer_lists.col_para_list",
+    "tp_layer_lists.row_para_list",
+    "tp_layer_lists.input_output_mapping",
+    "tp_layer_lists.weight_change_list",
+    "tp_layer_lists.tp_attr_list",
+    "tp_layer_lists.conv_para_list",
+];
 
 /// Whether a schedule was under way when it failed.
 fn pipeline_failed(error: &merak_pipe::Error) -> bool {
@@ -280,6 +293,28 @@ mod tests {
         DynamicScaling, LossScaling, LrSchedule, LrSchedulerKwargs, LrSchedulerType, ZeroConfig,
         ZeroStage,
     };
+
+    #[test]
+    fn a_refusal_of_lists_is_told_with_the_lists_that_it_is_about() {
+        let keys = |error: merak_tp::Error| Error::from(error).keys();
+        let attributes = merak_tp::Error::IncompleteLists {
+            degree: 2,
+            found: "tp_attr_list alone".into(),
+        };
+        assert_eq!(keys(attributes), ["tp_layer_lists.tp_attr_list"]);
+        let both = merak_tp::Error::BothKinds {
+            module: "h.0.mlp".into(),
+            col: "weight_change_list [\"mlp\", 0]".into(),
+            row: "input_output_mapping, entry 1: inputs to outputs 1:1, row-parallel".into(),
+        };
+        let expected = [
+            "tp_layer_lists.input_output_mapping",
+            "tp_layer_lists.weight_change_list",
+        ];
+        assert_eq!(keys(both), expected);
+        let known: Vec<_> = crate::config::keys().map(|key| key.name).collect();
+        assert!(LISTS.iter().all(|key| known.contains(key)));
+    }
 
     #[test]
     fn a_setting_of_the_optimizer_is_told_with_the_key_that_gives_it() {

@@ -8,7 +8,7 @@ use crate::{
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{SegmentOptions, Segments, segment};
-use merak_tp::{Choice, LayerLists, Options, Sequence, auto_lists, rewrite_with};
+use merak_tp::{Choice, LayerLists, Options, Rewritten, Sequence, auto_lists, rewrite_with};
 use merak_trace::{
     Graph, Param,
     models::{self, Head, Model, ModelInfo, TraceOptions},
@@ -124,7 +124,7 @@ impl Draft {
             .with_sequence(sequence(args));
         let adapted = with_adapter(traced, inputs.lora.clone(), info.family, kept);
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
-        let mut rewritten = rewrite_with(&graph, &split)?;
+        let mut rewritten = split_layers(&graph, &split, inputs, args)?;
         rewritten.report.choices = choices;
         let sequence = Options::along_sequence(args.sp, along_sequence(args), args.sp_method);
         let graph = rewrite_with(&rewritten.graph, &sequence)?.graph;
@@ -281,6 +281,23 @@ fn chosen(
     }
     let lists = LayerLists::resolve(inputs.lists.as_ref(), family, args.tp)?;
     Ok((lists, Vec::new()))
+}
+
+/// Splits a model, or tells that the defaults of its family do not allow it.
+fn split_layers(
+    model: &Graph,
+    split: &Options,
+    inputs: &PlanInputs,
+    args: &CheckedArguments,
+) -> Result<Rewritten> {
+    let are_defaults = inputs.lists.is_none() && !args.tp_layer_lists.auto;
+    Ok(rewrite_with(model, split).map_err(|error| {
+        if are_defaults {
+            error.of_defaults()
+        } else {
+            error
+        }
+    })?)
 }
 
 /// How values between the split regions lie.

@@ -5,7 +5,7 @@ use crate::{
     plan::{kept_bytes, kept_under},
 };
 use merak_partition::{ParamBytes, ParamSums};
-use merak_trace::{Overlap, Units, backend::candle::Products};
+use merak_trace::{Units, backend::candle::Products};
 use merak_zero::ZeroConfig;
 
 /// Warns of what the arguments ask for in vain; for the first rank.
@@ -39,10 +39,6 @@ pub(super) fn warn(args: &CheckedArguments) {
         tracing::warn!(
             "the adapter is trained beside weights that are drawn at random: \"model.hf_dir\" names a folder to start from"
         );
-    }
-    let asks = args.tp_overlapping_level > Overlap::None;
-    if let Some(reason) = args.without_overlap().filter(|_| asks) {
-        tracing::warn!("\"tp_overlapping_level\" 0 is used: {reason}");
     }
     if args.offload_optimizer != args.offload() {
         tracing::warn!(

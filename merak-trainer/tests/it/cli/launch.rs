@@ -483,7 +483,7 @@ fn what_all_processes_meet_is_told_once() {
         (
             "train merak.toml --tp 3",
             "transformer.h.0.attn.c_attn: 16 output features cannot be split over tp = 3 \
-             (col_para_list \"attn.c_attn\"): choose \"tp\" \
+             (default col_para_list \"attn.c_attn\"): choose \"tp\" \
              among 1, 2 (command line --tp)",
         ),
         (

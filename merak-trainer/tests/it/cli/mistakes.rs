@@ -298,7 +298,7 @@ fn paths_and_sizes_name_their_key_and_its_place() {
     assert_snapshot!(place.mistake("train bad.toml --num_heads none"), @r#"error: cannot read nowhere, which "data.path" names (bad.toml:9): No such file or directory (os error 2)"#);
     assert_snapshot!(place.mistake("train merak.toml --hidden_size 15"), @r#"error: model configuration: n_head: is 2, which does not divide the width 15 ("hidden_size", command line --hidden_size)"#);
     assert_snapshot!(place.mistake("train merak.toml --model.config none --model.hf_dir text"), @r#"error: cannot read text/config.json, which "model.hf_dir" names (command line --model.hf_dir): No such file or directory (os error 2)"#);
-    assert_snapshot!(place.mistake("trace model.json --tp 3"), @r#"error: transformer.h.0.attn.c_attn: 16 output features cannot be split over tp = 3 (col_para_list "attn.c_attn"): choose "tp" among 1, 2 (command line --tp)"#);
+    assert_snapshot!(place.mistake("trace model.json --tp 3"), @r#"error: transformer.h.0.attn.c_attn: 16 output features cannot be split over tp = 3 (default col_para_list "attn.c_attn"): choose "tp" among 1, 2 (command line --tp)"#);
     place.write(
         "lines.yaml",
         "output_dir: run\ndata:\n  path: text\n  formt: text\n",
@@ -503,7 +503,7 @@ fn a_benchmark_names_its_options_as_they_were_typed() {
     assert_snapshot!(bench("gpt --threads 0"), @r#"error: "compute.threads_per_rank" expects "auto" or an integer of 1 to 1024, found 0 (command line --threads)"#);
     assert_snapshot!(bench("gpt --pp 4 --schedule shifted_critical_path --microbatches 2"), @r#"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 4 and 4), got 2 ("gradient_accumulation_steps", command line --microbatches)"#);
     assert_snapshot!(bench("gpt --virtual-stages 3"), @r#"error: "virtual_stages" is 3 (command line --virtual-stages), but must be 1 under "train_schedule" 1f1b"#);
-    assert_snapshot!(bench("gpt --tp 3"), @r#"error: h.0.attn.q: 512 output features cannot be split over tp = 3 (col_para_list "attn.q"): choose "tp" among 1, 2, 4, 8 (command line --tp)"#);
+    assert_snapshot!(bench("gpt --tp 3"), @r#"error: h.0.attn.q: 512 output features cannot be split over tp = 3 (default col_para_list "attn.q"): choose "tp" among 1, 2, 4, 8 (command line --tp)"#);
     assert_snapshot!(bench("gpt --lora-config nowhere"), @r#"error: cannot read nowhere: the file is missing ("lora_config", command line --lora-config)"#);
     assert_snapshot!(bench("gpt --vocab 0"), @"error: --vocab is 0, expected a positive integer");
     assert_snapshot!(bench("generate --heads 7"), @"error: --heads is 7, which does not divide the width 768");

@@ -354,6 +354,9 @@ fn microbatches_of_one_sample_train_without_overlap_which_a_warning_says() {
         let (count, log) = told(samples);
         assert_eq!(count, times, "{log}");
     }
+    let foreseen = place.succeed(&format!("{line} --per_device_train_batch_size 1 --dry-run"));
+    let warning = "warning: \"tp_overlapping_level\" 0 is used: ";
+    assert!(foreseen.contains(warning), "{foreseen}");
 }
 
 #[test]
