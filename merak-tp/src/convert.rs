@@ -168,12 +168,18 @@ impl Rewriter<'_> {
         // Split regions begin with a join of the sequence: it is no work of an operation that
         // cannot do with slices.
         if !(along_sequence && grad == JoinedGrad::Summand) {
-            let bytes = self.model.ty(value).size_bytes();
+            let ty = self.model.ty(value);
+            let of_vocab = self
+                .options
+                .vocab
+                .is_some_and(|vocab| shard.parts == [vocab]);
+            let is_last = shard.dim + 1 == ty.ndim();
             self.gathered.push(value);
             self.report.gathers.push(Gather {
                 value: self.name_of(value),
                 needed_by: user.to_owned(),
-                bytes,
+                bytes: ty.size_bytes(),
+                is_logits: of_vocab && is_last && self.model.param_of(value).is_none(),
             });
         }
         let axis = self.options.axis;

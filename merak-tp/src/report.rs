@@ -65,6 +65,9 @@ pub struct Gather {
     pub needed_by: String,
     /// Bytes of the whole value.
     pub bytes: usize,
+    /// Whether it holds logits of a split vocabulary, which a loss without a split form needs: worth
+    /// a warning.
+    pub is_logits: bool,
 }
 
 /// The collectives of one kind and direction in one microbatch.
@@ -99,6 +102,16 @@ impl Report {
     /// Bytes of all collectives of one microbatch.
     pub fn bytes(&self) -> usize {
         self.collectives.iter().map(|traffic| traffic.bytes).sum()
+    }
+
+    /// A line for each layer that stays whole and for each split value that is gathered.
+    pub fn made_whole(&self) -> impl Iterator<Item = String> {
+        let ranks = self.degree;
+        let kept = self.kept_whole.iter().map(move |kept| {
+            let KeptWhole { module, kv_heads } = kept;
+            format!("whole {module}: {kv_heads} key/value heads are repeated over {ranks} ranks")
+        });
+        kept.chain(self.gathers.iter().map(ToString::to_string))
     }
 
     /// Adds up the collectives of a rewritten graph and of its backward.
@@ -173,15 +186,8 @@ impl fmt::Display for Report {
         for module in &self.modules {
             writeln!(f, "  {module:width$}")?;
         }
-        for KeptWhole { module, kv_heads } in &self.kept_whole {
-            writeln!(
-                f,
-                "  whole {module}: {kv_heads} key/value heads are repeated over {} ranks",
-                self.degree
-            )?;
-        }
-        for gather in &self.gathers {
-            writeln!(f, "  {gather}")?;
+        for line in self.made_whole() {
+            writeln!(f, "  {line}")?;
         }
         for traffic in &self.collectives {
             writeln!(f, "  {traffic}")?;
@@ -221,6 +227,7 @@ impl fmt::Display for Gather {
             value,
             needed_by,
             bytes,
+            ..
         } = self;
         write!(
             f,

@@ -192,7 +192,9 @@ fn a_loss_without_a_split_form_gathers_the_logits() {
         .with_lists(LayerLists::col_row(["up"], ["down"]))
         .with_vocab(101);
     let split = rewrite_with(&whole, &options).unwrap();
-    assert_eq!(split.report.gathers.len(), 1, "{}", split.report);
+    let gathers = split.report.gathers.iter();
+    let of_logits: Vec<_> = gathers.map(|gather| gather.is_logits).collect();
+    assert_eq!(of_logits, [true], "{}", split.report);
     assert_same(&whole, &split.graph, 2);
 }
 

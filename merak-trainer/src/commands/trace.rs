@@ -82,8 +82,10 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     output::print(match args.format {
         Format::Text => {
             let mut text = render::graph(graph, render::Format::Text);
-            for choice in &plan.draft.tensor.choices {
-                let _ = writeln!(text, "# {choice}");
+            let split = &plan.draft.tensor;
+            let choices = split.choices.iter().map(ToString::to_string);
+            for line in choices.chain(split.made_whole()) {
+                let _ = writeln!(text, "# {line}");
             }
             text += &as_comments(&traffic(&plan, args.stage)?);
             output::fitted(&text)
@@ -91,7 +93,10 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         Format::Dot => render::graph(graph, render::Format::Dot),
         Format::Json => {
             let mut document = render::to_json(graph);
-            document["choices"] = json!(plan.draft.tensor.choices);
+            let split = &plan.draft.tensor;
+            document["choices"] = json!(split.choices);
+            document["kept_whole"] = json!(split.kept_whole);
+            document["gathers"] = json!(split.gathers);
             document["traffic"] = as_object(&traffic(&plan, args.stage)?);
             format!("{document:#}")
         }

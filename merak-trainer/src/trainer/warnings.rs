@@ -5,11 +5,13 @@ use crate::{
     plan::{kept_bytes, kept_under},
 };
 use merak_partition::{ParamBytes, ParamSums};
+use merak_tp::Report;
 use merak_trace::{Units, backend::candle::Products};
 use merak_zero::ZeroConfig;
 
-/// Warns of what the arguments ask for in vain; for the first rank.
-pub(super) fn warn(args: &CheckedArguments) {
+/// Warns of what the arguments ask for in vain, and of what the split of layers over ranks costs;
+/// for the first rank.
+pub(super) fn warn(args: &CheckedArguments, split: &Report) {
     let (zero_stage, pp) = (u8::from(args.zero_stage), args.pp);
     let gradient_ranks = kept_bytes(args, args.replicas()).gradient.ranks;
     if gradient_ranks > 1 && pp > 1 {
@@ -38,6 +40,13 @@ pub(super) fn warn(args: &CheckedArguments) {
     if args.lora_config.is_some() && !has_weights {
         tracing::warn!(
             "the adapter is trained beside weights that are drawn at random: \"model.hf_dir\" names a folder to start from"
+        );
+    }
+    if let Some(logits) = split.gathers.iter().find(|gather| gather.is_logits) {
+        tracing::warn!(
+            "\"parallel_vocab\" splits the logits, but {} needs them whole: they are gathered, {} bytes a microbatch",
+            logits.needed_by,
+            logits.bytes
         );
     }
     if args.offload_optimizer != args.offload() {

@@ -96,15 +96,32 @@ impl Prepared {
                 "          auto: no shorter schedule was found within the memory"
             );
         }
-        for (index, choice) in plan.draft.tensor.choices.iter().enumerate() {
-            let head = if index == 0 { "tensor" } else { "" };
-            let _ = writeln!(text, "{head:9} {choice}");
-        }
+        self.describe_split(text);
         if let Some(prediction) = &self.prediction {
             let _ = writeln!(text, "time      {prediction}");
             if let Some(measurement) = self.measurement() {
                 let _ = writeln!(text, "          {measurement}");
             }
+        }
+    }
+
+    /// Why layers are split over ranks as they are, and what is gathered for that.
+    fn describe_split(&self, text: &mut String) {
+        let split = &self.plan.draft.tensor;
+        let gathered = split.gathers.first().map(|first| {
+            let bytes: usize = split.gathers.iter().map(|gather| gather.bytes).sum();
+            format!(
+                "gathers of split values: {}, {} a microbatch, the first of {} for {}; `merak trace` lists them",
+                split.gathers.len(),
+                Bytes(bytes as u64),
+                first.value,
+                first.needed_by
+            )
+        });
+        let choices = split.choices.iter().map(ToString::to_string);
+        for (index, line) in choices.chain(gathered).enumerate() {
+            let head = if index == 0 { "tensor" } else { "" };
+            let _ = writeln!(text, "{head:9} {line}");
         }
     }
 

@@ -91,6 +91,19 @@ fn a_graph_comes_with_the_reasons_for_layers_that_were_chosen() {
     ");
     let document = place.document(&format!("{line} --tp_layer_lists auto --format json"));
     assert_eq!(document["choices"][3]["reason"], "its input comes split");
+    let sliced = format!("{line} --weight_change_list [[\"attention.output.LayerNorm\",0]]");
+    let text = place.succeed(&sliced);
+    let gathers: Vec<_> = text
+        .lines()
+        .filter(|line| line.starts_with("# gather "))
+        .collect();
+    assert_eq!(gathers.len(), 2, "{text}");
+    let document = place.document(&format!("{sliced} --format json"));
+    let name = &document["gathers"][0]["value"];
+    assert_eq!(
+        name,
+        "bert.encoder.layer.0.attention.output.LayerNorm.weight"
+    );
     // Lists of the family need no reasons.
     assert!(!place.succeed(line).contains("# auto "));
     let listed = place.document(&format!("{line} --format json"));

@@ -7,7 +7,7 @@ use merak_trace::{
     Graph, Init,
     fx::{self, Module, Symbol},
     models::{self, Model, ModelInfo, TraceOptions},
-    op::{Activation, Attention, WeightLayout},
+    op::{Activation, Attention, Op, WeightLayout},
 };
 use merak_trainer::{
     LossCount, LossFn, MerakTrainer, Plan, PlanInputs, PredictionKind, Result, StepReport,
@@ -85,6 +85,31 @@ fn a_loss_of_ones_own_takes_the_place_of_the_cross_entropy() {
             assert_close(&many, &alone, &format!("{degrees:?} {count:?}"));
         }
     }
+}
+
+#[test]
+fn a_loss_without_a_split_form_gets_whole_logits_of_a_split_vocabulary() {
+    let squares: LossFn = Arc::new(|module: &Module, logits: &Symbol, labels: &Symbol| {
+        let loss = module.cross_entropy(logits, labels, 0.0)?;
+        let shares = module.apply(Op::Softmax, &[logits])?.swap_remove(0);
+        let penalty = module.scale(&module.mul(&shares, &shares)?, 0.1)?;
+        module.add(&loss, &module.sum(&penalty)?)
+    });
+    let case = Case::gpt2().with_dropout(0.1);
+    let alone = losses(&reports(&case, &squares, LossCount::Labels));
+    let case = case.on((1, 2, 1)).with("parallel_vocab", true);
+    let inputs = case
+        .inputs()
+        .with_loss(Arc::clone(&squares), LossCount::Labels);
+    let plan = Plan::new(&inputs, &case.arguments()).expect("it can be planned");
+    let gathers = plan.draft.tensor.gathers.iter();
+    let of_logits: Vec<_> = gathers.map(|gather| gather.is_logits).collect();
+    assert_eq!(of_logits, [true]);
+    assert_close(
+        &train_by(&Arc::new(plan), &case),
+        &alone,
+        "split vocabulary",
+    );
 }
 
 /// Attention and an MLP beside each other in each layer; no list of layers knows its family.
