@@ -253,6 +253,129 @@ mod tests {
         assert_ne!(of_torch.col_para_list, of_hf.col_para_list);
     }
 
+    /// Model types, and as the specification names them: columns, rows, slices, attributes.
+    const TABLE: [[&str; 5]; 12] = [
+        [
+            "bert vit electra layoutlm nezha mobilebert",
+            "query key value intermediate.dense",
+            "output.dense",
+            "",
+            "num_attention_heads all_head_size",
+        ],
+        [
+            "opt m2m100 marian mbart pegasus plbart blenderbot speech2text speech2text2 trocr xglm \
+             clip bart",
+            "q_proj k_proj v_proj fc1",
+            "out_proj fc2",
+            "",
+            "num_heads",
+        ],
+        [
+            "gptj",
+            "q_proj k_proj v_proj fc_in",
+            "out_proj fc_out",
+            "",
+            "num_attention_heads",
+        ],
+        [
+            "altclip",
+            "query key value q_proj k_proj v_proj intermediate.dense fc1",
+            "output.dense out_proj fc2",
+            "",
+            "num_heads num_attention_heads all_head_size",
+        ],
+        [
+            "albert",
+            "query key value",
+            "attention.dense",
+            "",
+            "num_attention_heads all_head_size",
+        ],
+        [
+            "lxmert",
+            "query key value intermediate.dense lang_inter.dense visn_inter.dense",
+            "output.dense lang_output.dense visn_output.dense",
+            "",
+            "num_attention_heads all_head_size",
+        ],
+        [
+            "distilbert",
+            "q_lin k_lin v_lin lin1",
+            "out_lin lin2",
+            "",
+            "n_heads",
+        ],
+        [
+            "dinov2",
+            "query key value fc1",
+            "output.dense fc2",
+            "",
+            "num_attention_heads all_head_size",
+        ],
+        [
+            "swin",
+            "query key value intermediate.dense",
+            "output.dense",
+            "relative_position_bias_table",
+            "num_attention_heads all_head_size",
+        ],
+        [
+            "swin_torch",
+            "qkv fc1",
+            "proj fc2",
+            "relative_position_bias_table",
+            "num_heads",
+        ],
+        [
+            "wav2vec2",
+            "q_proj k_proj v_proj intermediate_dense",
+            "out_proj output_dense",
+            "",
+            "num_heads",
+        ],
+        [
+            "mt5",
+            "SelfAttention.q SelfAttention.k SelfAttention.v EncDecAttention.q EncDecAttention.k \
+             EncDecAttention.v DenseReluDense.wi_0 DenseReluDense.wi_1",
+            "SelfAttention.o EncDecAttention.o DenseReluDense.wo",
+            "relative_attention_bias",
+            "n_heads inner_dim",
+        ],
+    ];
+
+    #[test]
+    fn the_lists_of_families_without_a_graph_are_those_of_the_specification() {
+        // A pattern may be the end that several names share.
+        let match_each_other = |patterns: &[String], names: &str| {
+            let names: Vec<_> = names.split(' ').collect();
+            let has = |name: &&str| {
+                patterns
+                    .iter()
+                    .any(|pattern| name.contains(pattern.as_str()))
+            };
+            let is_one =
+                |pattern: &String| names.iter().any(|name| name.contains(pattern.as_str()));
+            names.iter().all(has) && patterns.iter().all(is_one)
+        };
+        for [families, columns, rows, slice, attributes] in TABLE {
+            for family in families.split(' ') {
+                let lists = default_lists(family).expect("the family is known");
+                assert!(match_each_other(&lists.col_para_list, columns), "{family}");
+                assert!(match_each_other(&lists.row_para_list, rows), "{family}");
+                let slices: Vec<_> = slice
+                    .split_whitespace()
+                    .map(|name| (name.to_owned(), 1))
+                    .collect();
+                assert_eq!(lists.weight_change_list, slices, "{family}");
+                let found = lists.tp_attr_list.join(" ");
+                assert_eq!(found, attributes, "{family}");
+            }
+        }
+        for family in ["convnext", "hubert", "resnet", "segformer", "unet"] {
+            assert_eq!(default_lists(family), None, "{family}");
+        }
+    }
+
     #[test]
     fn the_lists_of_every_family_are_usable() {
         let known = known();

@@ -1,10 +1,11 @@
-//! Random chains of layers: many ranks compute the same as one.
+//! Random chains of layers: many ranks compute the same as one, over either axis and over both.
 
 use crate::{
-    run::assert_same,
+    run::{assert_same, assert_same_on},
     support::{apply, linear, lists},
 };
-use merak_tp::rewrite;
+use merak_mpu::Degrees;
+use merak_tp::{Error, Options, Sequence, SequenceMethod, rewrite, rewrite_with};
 use merak_trace::{
     DType, Graph, Init, Op, ParamRole, Result, TensorType,
     fx::{self, Module, Symbol},
@@ -12,7 +13,7 @@ use merak_trace::{
 };
 use proptest::prelude::*;
 
-/// A link of a random chain; every one maps `[2, 3, 8]` to `[2, 3, 8]`.
+/// A link of a random chain; every one maps `[2, S, 8]` to `[2, S, 8]`.
 #[derive(Debug, Clone, Copy)]
 enum Link {
     Mlp(Activation, bool),
@@ -59,6 +60,7 @@ fn links() -> impl Strategy<Value = Vec<Link>> {
 
 impl Link {
     fn add(self, module: &Module, x: &Symbol) -> Result<Symbol> {
+        let len = x.shape()[1];
         match self {
             Self::Mlp(activation, residual) => {
                 let hidden = module.activation(&linear(module, "col", x, 16)?, activation)?;
@@ -83,17 +85,17 @@ impl Link {
             Self::Dropout => module.dropout(x, 0.3),
             Self::Scale => apply(module, Op::Scale { factor: 0.7 }, &[x]),
             Self::Positions => {
-                let rows = module.reshape(x, &[6, 8])?;
-                let turned = turn(module, &module.reshape(&rows, &[2, 3, 8])?)?;
+                let rows = module.reshape(x, &[2 * len, 8])?;
+                let turned = turn(module, &module.reshape(&rows, &[2, len, 8])?)?;
                 turn(module, &apply(module, Op::Softmax, &[&turned])?)
             }
             Self::Scores => scores(module, x),
             Self::HeadNorm => {
-                let heads = module.reshape(&linear(module, "col", x, 16)?, &[2, 3, 4, 4])?;
+                let heads = module.reshape(&linear(module, "col", x, 16)?, &[2, len, 4, 4])?;
                 let heads = module.sub("norm").rms_norm(&heads, 1e-5)?;
                 let shift = module.param("shift", &[4], Init::Constant(0.0), ParamRole::Bias)?;
                 let heads = linear(module, "plain", &module.add(&heads, &shift)?, 4)?;
-                linear(module, "row", &module.reshape(&heads, &[2, 3, 16])?, 8)
+                linear(module, "row", &module.reshape(&heads, &[2, len, 16])?, 8)
             }
             Self::Tied(whole_first) => tied_layers(module, x, whole_first),
             Self::Attention(kv_heads) => separate_attention(module, x, kv_heads),
@@ -136,7 +138,7 @@ fn separate_attention(module: &Module, x: &Symbol, kv_heads: usize) -> Result<Sy
         scale: 1.0,
         inverse: false,
     };
-    let positions = module.positions(3)?;
+    let positions = module.positions(x.shape()[1])?;
     let q = module.rope(&linear(module, "col.q", x, 8)?, &positions, rope.clone())?;
     let k = module.rope(&linear(module, "col.k", x, 2 * kv_heads)?, &positions, rope)?;
     let v = linear(module, "col.v", x, 2 * kv_heads)?;
@@ -169,10 +171,12 @@ fn heads(kv_heads: usize) -> Attention {
     }
 }
 
-/// A chain of links that ends in a sum of weighted elements.
-fn chain(links: &[Link]) -> Graph {
+/// A chain of links from looked up tokens to a sum of weighted elements, for texts of `len` tokens.
+fn chain(links: &[Link], len: usize) -> Graph {
     let model = |module: &Module| {
-        let x = module.input("x", TensorType::new([2, 3, 8], DType::F64));
+        let ids = module.input("ids", TensorType::new([2, len], DType::I64));
+        let table = module.sub("table");
+        let (x, _) = table.embedding(&ids, 101, 8, Init::Normal(0.5))?;
         let mut x = linear(module, "first.plain", &x, 8)?;
         for (index, link) in links.iter().enumerate() {
             x = link.add(&module.sub(&format!("{index}")), &x)?;
@@ -191,8 +195,48 @@ proptest! {
 
     #[test]
     fn any_chain_computes_on_many_ranks_what_it_does_on_one(links in links(), degree in prop_oneof![Just(2), Just(4)]) {
-        let whole = chain(&links);
+        let whole = chain(&links, 3);
         let split = rewrite(&whole, &lists(), degree).expect("all sizes are multiples of 4");
         assert_same(&whole, &split.graph, degree);
+    }
+}
+
+/// How the ranks of both axes share a chain: the ranks of a tensor, whether these cut the sequence,
+/// the ranks of a sequence, and how they share attentions.
+fn shares() -> impl Strategy<Value = (usize, bool, usize, SequenceMethod)> {
+    let ranks = prop_oneof![
+        Just((2, true, 1)),
+        Just((4, true, 1)),
+        Just((1, false, 2)),
+        Just((2, false, 2)),
+        Just((2, true, 2)),
+    ];
+    let method = prop_oneof![
+        Just(SequenceMethod::Ulysses),
+        Just(SequenceMethod::AllGather),
+        Just(SequenceMethod::Ring),
+    ];
+    (ranks, method).prop_map(|((tp, cuts, sp), method)| (tp, cuts, sp, method))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_chain_of_slices_computes_what_one_rank_does((tp, cuts, sp, method) in shares(), links in links()) {
+        let cut = Sequence::Cut { dim: 1 };
+        let whole = chain(&links, 8);
+        let tensor = Options::new(tp).with_lists(lists());
+        let tensor = if cuts { tensor.with_sequence(cut) } else { tensor };
+        let by_layers = rewrite_with(&whole, &tensor).expect("all sizes are multiples of 4").graph;
+        let degrees = Degrees { tp, sp, ..Degrees::default() };
+        match rewrite_with(&by_layers, &Options::along_sequence(sp, cut, method)) {
+            Ok(split) => assert_same_on(&whole, &split.graph, degrees),
+            // A link that mixes positions leaves whole sequences behind it.
+            Err(Error::WholeSequence { .. }) => {
+                prop_assert!(links.iter().any(|link| matches!(link, Link::Positions)));
+            }
+            Err(error) => return Err(TestCaseError::fail(error.to_string())),
+        }
     }
 }
