@@ -65,8 +65,8 @@ pub struct Gather {
     pub needed_by: String,
     /// Bytes of the whole value.
     pub bytes: usize,
-    /// Whether it holds logits of a split vocabulary, which a loss without a split form needs: worth
-    /// a warning.
+    /// Whether it holds logits of a split vocabulary, which a loss without a split form needs:
+    /// worth a warning.
     pub is_logits: bool,
 }
 

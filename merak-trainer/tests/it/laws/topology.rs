@@ -10,7 +10,7 @@ use super::{
     sp::{self, Long},
 };
 use crate::support::{
-    Case, alone, assert_close_losses, assert_close_tensors, assert_same_bits, numbers,
+    Case, SEQ, alone, assert_close_losses, assert_close_tensors, assert_same_bits, numbers,
 };
 
 /// Degrees (dp, tp, pp) that sum in another order than one rank.
@@ -254,11 +254,15 @@ fn the_seed_decides_weights_masks_and_order() {
 #[derive(Debug)]
 struct Mixture {
     degrees: (usize, usize, usize),
+    /// The ranks of a sequence, and how they see each other's keys where heads do not suffice.
     sp: (usize, &'static str),
     /// What overlaps, and whether slices of the sequence and of the vocabulary are cut.
     tensor: (i32, bool, bool),
-    /// Whether it is a Llama, its head is tied, and it has dropout.
-    model: (bool, bool, bool),
+    /// The number of its family, whether three ranks can share it, its head is tied, and it has
+    /// dropout.
+    model: (usize, bool, bool, bool),
+    /// The samples of a microbatch.
+    samples: usize,
     /// The ZeRO stage, the layers of a chunk of recomputation, and the threads that load data.
     memory: (i32, i32, i32),
     schedule: &'static str,
@@ -271,55 +275,90 @@ fn mixtures() -> impl Strategy<Value = Mixture> {
     let choices = (
         (
             select(vec![1, 2, 4]),
-            select(vec![1, 2]),
+            select(vec![1, 2, 3]),
             select(vec![1, 2, 4]),
         ),
-        (select(vec![1, 1, 2]), select(vec!["ulysses", "ring"])),
+        (
+            select(vec![1, 1, 2, 4]),
+            select(vec!["ulysses", "all_gather", "ring"]),
+        ),
         (0..4_i32, any::<bool>(), any::<bool>()),
-        (any::<bool>(), any::<bool>(), any::<bool>()),
+        (0..9_usize, any::<bool>(), any::<bool>(), any::<bool>()),
+        1..4_usize,
         (0..4_i32, 0..3_i32, 0..3_i32),
         select(vec!["gpipe", "1f1b", "ds_default"]),
         select(vec!["uniform", "uniform_floor", "parameters"]),
         1..4_usize,
     );
-    choices.prop_map(
-        |(degrees, sp, tensor, model, memory, schedule, method, threads)| Mixture {
+    let mixtures = choices.prop_map(
+        |(degrees, sp, tensor, model, samples, memory, schedule, method, threads)| Mixture {
             degrees,
             sp,
             tensor,
             model,
+            samples,
             memory,
             schedule,
             method,
             threads,
         },
-    )
+    );
+    mixtures.prop_filter("few ranks", |mixture| mixture.num_ranks() <= 32)
 }
 
+/// The heads of a model that three ranks can share.
+const SIX: usize = 6;
+
 impl Mixture {
+    fn num_ranks(&self) -> usize {
+        let (dp, tp, pp) = self.degrees;
+        dp * tp * pp * self.sp.0
+    }
+
     /// Its model on one rank.
     fn model(&self) -> Case {
-        let (is_llama, tied, drops) = self.model;
-        let model = if is_llama {
-            Case::llama()
-        } else {
-            Case::gpt2()
+        let (family, has_six, tied, drops) = self.model;
+        let six = |case: Case, heads: &[&str], width: &str| {
+            let case = heads
+                .iter()
+                .fold(case, |case, name| case.with_model(name, SIX));
+            let case = case.with_model(width, 8 * SIX).with("seq_length", 2 * SIX);
+            case.with_data(Long { len: 2 * SIX })
+        };
+        let model = match (family, has_six) {
+            (0, false) => Case::gpt2().with_tied(tied),
+            (0, true) => six(Case::gpt2().with_tied(tied), &["n_head"], "n_embd"),
+            (1, false) => Case::llama().with_tied(tied),
+            (1, true) => {
+                let heads = ["num_attention_heads", "num_key_value_heads"];
+                six(Case::llama().with_tied(tied), &heads, "hidden_size")
+            }
+            (other, _) => Case::relatives().swap_remove(other - 2).1,
         };
         model
-            .with_tied(tied)
+            .with("per_device_train_batch_size", self.samples)
             .with_dropout(if drops { 0.1 } else { 0.0 })
     }
 
-    /// Its choices for a model.
+    /// Its choices for a model, as far as that allows them.
     fn of(&self, model: &Case) -> Case {
         let ((level, slices, vocab), (zero, recompute, workers)) = (self.tensor, self.memory);
+        let heads = ["n_head", "num_attention_heads"];
+        let has_six = heads.iter().any(|name| model.model[*name] == SIX);
+        let (heads, len) = if has_six { (SIX, 2 * SIX) } else { (4, SEQ) };
+        let ((dp, tp, pp), (sp, method)) = (self.degrees, self.sp);
+        let tp = if has_six { tp } else { tp.min(2) };
+        let method = match method {
+            "ulysses" if !heads.is_multiple_of(tp * sp) => "ring",
+            method => method,
+        };
         model
             .clone()
-            .on(self.degrees)
-            .sharing(self.sp.0)
-            .with("sp_method", self.sp.1)
+            .on((dp, tp, pp))
+            .sharing(sp)
+            .with("sp_method", method)
             .with("tp_overlapping_level", level)
-            .with("sequence_parallel", slices)
+            .with("sequence_parallel", slices && len.is_multiple_of(tp * sp))
             .with("parallel_vocab", vocab)
             .with("zero_stage", zero)
             .with("checkpoint_num_layers", recompute)
