@@ -41,7 +41,8 @@ pub struct LayerLists {
     /// graph follow from the placements, so the list changes nothing.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tp_attr_list: Vec<String>,
-    /// Convolutions whose input channels are split; partial outputs are summed.
+    /// Convolutions of patches that do not overlap, whose input channels are split; partial
+    /// outputs are summed. The degree must divide the channels.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub conv_para_list: Vec<String>,
 }
