@@ -149,8 +149,8 @@ fn expecting(error: Error, command: &mut Command, words: &[OsString]) -> Error {
         Some(ContextValue::String(text)) => Some(brief(text)),
         _ => None,
     };
-    let words = context(ContextKind::InvalidValue).zip(context(ContextKind::InvalidArg));
-    let Some((expected, (value, option))) = number.zip(words) else {
+    let named = context(ContextKind::InvalidValue).zip(context(ContextKind::InvalidArg));
+    let Some((expected, (value, option))) = number.zip(named) else {
         return error;
     };
     let message = format!("invalid value '{value}' for '{option}': expected {expected}");
