@@ -128,3 +128,11 @@ pub fn compare_with_one_rank(
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/ONE-CRATE.md")]
+struct OneCrate;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/OWN-MODEL.md")]
+struct OwnModel;

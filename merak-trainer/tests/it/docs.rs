@@ -107,6 +107,26 @@ fn every_example_that_a_document_runs_is_there() {
     assert!(runs > 0 && lost.is_empty(), "{runs} commands, {lost:?}");
 }
 
+#[test]
+fn every_page_with_rust_code_is_a_doc_test_of_the_examples() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let tested = fs::read_to_string(root.join("examples/lib.rs")).expect("a source is text");
+    let (mut pages, mut untested) = (0, Vec::new());
+    for page in documents() {
+        let content = fs::read_to_string(&page).expect("documents are text");
+        let name = page.file_name().unwrap_or_default().to_string_lossy();
+        let is_page = root.join("docs").join(&*name).is_file();
+        if !is_page || !content.contains("```rust") {
+            continue;
+        }
+        pages += 1;
+        if !tested.contains(&format!("include_str!(\"../docs/{name}\")")) {
+            untested.push(name.into_owned());
+        }
+    }
+    assert!(pages > 0 && untested.is_empty(), "{pages}, {untested:?}");
+}
+
 /// All sources of the crates as one text, in which a line that ends with a backslash goes on.
 fn sources(folder: &Path, all: &mut String) {
     for entry in fs::read_dir(folder).expect("the folder is there") {
