@@ -193,6 +193,10 @@ fn a_question_becomes_a_prompt_by_the_template_and_the_answer_alone_is_printed()
 #[test]
 fn the_chats_of_the_readme_are_learned_and_asked_by_its_own_files_and_commands() {
     let place = place(&lines(talk));
+    let mut model = gpt2();
+    model["vocab_size"] = 258.into();
+    model["n_positions"] = 512.into();
+    place.write("model.json", &model.to_string());
     place.succeed("train merak.toml --max_steps 1");
     let trained = Checkpoint::open(place.path("run")).expect("it opens");
     export_hf(&trained, place.path("base"), &ExportOptions::default()).expect("it exports");
