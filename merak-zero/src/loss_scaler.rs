@@ -3,10 +3,6 @@
 use crate::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, de};
 
-/// The largest scale is 2 to this power. Gradients that are not zero overflow f16 long before, so
-/// it only ends the growth where all of them are.
-const MAX_POWER: u32 = 100;
-
 /// The scaling of the gradient of the loss, so that small gradients do not vanish in f16.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum LossScaling {
@@ -40,18 +36,24 @@ impl Default for DynamicScaling {
     }
 }
 
+impl DynamicScaling {
+    /// The largest scale is 2 to this power. Gradients that are not zero overflow f16 long before,
+    /// so it only ends the growth where all of them are.
+    pub const MAX_POWER: u32 = 100;
+}
+
 impl LossScaling {
     /// Checks the range of every number.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] naming the first bad one.
     pub fn validate(&self) -> Result<()> {
-        let largest = power(MAX_POWER);
+        let largest = power(DynamicScaling::MAX_POWER);
         let (setting, found, expected) = match *self {
             Self::Fixed(scale) if !(1.0 / largest..=largest).contains(&scale) => {
                 ("scale", scale, "from 2^-100 to 2^100")
             }
-            Self::Dynamic(dynamic) if dynamic.initial_power > MAX_POWER => (
+            Self::Dynamic(dynamic) if dynamic.initial_power > DynamicScaling::MAX_POWER => (
                 "initial_power",
                 f64::from(dynamic.initial_power),
                 "from 0 to 100",
@@ -170,7 +172,7 @@ impl LossScaler {
         if let LossScaling::Dynamic(dynamic) = self.scaling {
             let scale = state
                 .scale
-                .clamp(dynamic.min_scale as f64, power(MAX_POWER));
+                .clamp(dynamic.min_scale as f64, power(DynamicScaling::MAX_POWER));
             self.state = ScalerState { scale, ..state };
         }
     }
@@ -203,7 +205,7 @@ impl LossScaler {
         };
         state.clean_steps += 1;
         if state.clean_steps >= dynamic.window {
-            state.scale = (state.scale * 2.0).min(power(MAX_POWER));
+            state.scale = (state.scale * 2.0).min(power(DynamicScaling::MAX_POWER));
             state.hysteresis = dynamic.hysteresis;
             state.clean_steps = 0;
         }

@@ -132,6 +132,12 @@ impl Default for OptimizerConfig {
 }
 
 impl OptimizerConfig {
+    /// The smallest epsilon and threshold: anything smaller may be 0 in `f32`.
+    pub const MIN_POSITIVE: f64 = 1e-37;
+
+    /// Upper bound on the repetitions of Muon's polynomial: each costs three products of matrices.
+    pub const MAX_NS_STEPS: u32 = 100;
+
     /// Checks the range of every hyperparameter.
     ///
     /// # Errors
@@ -142,16 +148,18 @@ impl OptimizerConfig {
         let not_negative: Range = ("a finite number of at least 0", |x| {
             x >= 0.0 && x.is_finite()
         });
-        // Anything smaller would be 0 in f32.
         let positive: Range = ("a finite number of at least 1e-37", |x| {
-            x >= 1e-37 && x.is_finite()
+            x >= Self::MIN_POSITIVE && x.is_finite()
+        });
+        let none_or_positive: Range = ("0, or a finite number of at least 1e-37", |x| {
+            x == 0.0 || x >= Self::MIN_POSITIVE && x.is_finite()
         });
         let negative: Range = ("a finite number below 0", |x| x < 0.0 && x.is_finite());
         let ranges = [
             ("weight_decay", self.weight_decay, not_negative),
             ("adam_beta1", self.adam_beta1, unit),
             ("adam_beta2", self.adam_beta2, unit),
-            ("adam_epsilon", self.adam_epsilon, not_negative),
+            ("adam_epsilon", self.adam_epsilon, none_or_positive),
             ("sgd_momentum", self.sgd_momentum, unit),
             ("lion_beta1", self.lion_beta1, unit),
             ("lion_beta2", self.lion_beta2, unit),
@@ -170,8 +178,13 @@ impl OptimizerConfig {
                 return Err(Error::out_of_range(setting, found, expected));
             }
         }
-        if self.muon_ns_steps == 0 {
-            return Err(Error::out_of_range("muon_ns_steps", "0", "at least 1"));
+        let ns_steps = self.muon_ns_steps;
+        if !(1..=Self::MAX_NS_STEPS as usize).contains(&ns_steps) {
+            return Err(Error::out_of_range(
+                "muon_ns_steps",
+                ns_steps,
+                "from 1 to 100",
+            ));
         }
         if self.nesterov && self.sgd_momentum == 0.0 {
             return Err(Error::out_of_range(

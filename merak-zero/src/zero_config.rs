@@ -60,6 +60,10 @@ impl Default for ZeroConfig {
 }
 
 impl ZeroConfig {
+    /// The largest `gradient_predivide_factor`, and the largest inverse of one: `f32` holds
+    /// gradients times both.
+    pub const MAX_PREDIVIDE: u32 = 1_000_000_000;
+
     /// Checks the range of every number.
     ///
     /// # Errors
@@ -72,8 +76,8 @@ impl ZeroConfig {
             .iter()
             .try_for_each(LossScaling::validate)?;
         let factor = self.gradient_predivide_factor;
-        // Gradients are scaled by its inverse and by it, both of which must be numbers of `f32`.
-        let factor_legal = (1e-9..=1e9).contains(&factor);
+        let largest = f64::from(Self::MAX_PREDIVIDE);
+        let factor_legal = (1.0 / largest..=largest).contains(&factor);
         let factor_used = self.prescale_gradients || factor == 1.0;
         let (reduce, gather) = (self.reduce_bucket_size, self.gather_bucket_size);
         for (setting, found, legal, expected) in [

@@ -73,7 +73,10 @@ pub(crate) fn check(
     if arguments.adafactor {
         arguments.optim = OptimizerKind::Adafactor;
     }
-    Ok(CheckedArguments::of(arguments))
+    let checked = CheckedArguments::of(arguments);
+    // merak-zero knows the ranges and words the error.
+    checked.zero_config(1).validate()?;
+    Ok(checked)
 }
 
 /// The numbers of each key lie in the key's range.
@@ -369,10 +372,6 @@ fn check_precision(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             "unset unless \"bf16\" or \"fp16\" is true, the type of products",
         )?;
     }
-    if let Some(scaling) = a.loss_scaling() {
-        // merak-zero knows the conditions and words the error.
-        scaling.validate()?;
-    }
     Ok(())
 }
 
@@ -494,12 +493,6 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "gradient_predivide_factor",
         Number(a.gradient_predivide_factor),
         "1 unless \"prescale_gradients\" is true",
-    )?;
-    checker.require(
-        a.gradient_predivide_factor >= 1e-9,
-        "gradient_predivide_factor",
-        Number(a.gradient_predivide_factor),
-        "at least 1e-9: gradients are multiplied by its inverse",
     )
 }
 

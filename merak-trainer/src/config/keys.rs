@@ -9,7 +9,8 @@ use merak_pipe::ScheduleKind;
 use merak_tp::SequenceMethod;
 use merak_trace::{Overlap, Units};
 use merak_zero::{
-    DynamicScaling, LossScaling, LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage,
+    DynamicScaling, LossScaling, LrSchedulerKwargs, LrSchedulerType, OptimizerConfig,
+    OptimizerKind, ZeroConfig, ZeroStage,
 };
 use serde_json::Value;
 
@@ -30,9 +31,6 @@ use super::{
 /// Upper bound on prefetch threads: more than any machine has cores is a typing mistake.
 const MAX_WORKERS: i64 = 1024;
 
-/// Upper bound on the repetitions of Muon's polynomial: each costs three products of matrices.
-const MAX_NS_STEPS: i64 = 100;
-
 /// About thirty years: adding it to a clock cannot overflow.
 const MAX_TIMEOUT_S: i64 = 1_000_000_000;
 
@@ -43,14 +41,15 @@ const MAX_SIMULATED: i64 = 100_000;
 /// Most steps of a profile: their actions are kept in memory.
 const MAX_PROFILED: i64 = 1000;
 
-/// Upper bound on a factor of gradients and on its inverse, in `f32`.
-const MAX_PREDIVIDE: i64 = 1_000_000_000;
+/// The bounds of merak-zero, as the limits of keys.
+const MIN_POSITIVE: f64 = OptimizerConfig::MIN_POSITIVE;
+const MAX_NS_STEPS: i64 = OptimizerConfig::MAX_NS_STEPS as i64;
+const MAX_PREDIVIDE: i64 = ZeroConfig::MAX_PREDIVIDE as i64;
+const MIN_PREDIVIDE: f64 = 1.0 / ZeroConfig::MAX_PREDIVIDE as f64;
+const MAX_SCALE_POWER: i64 = DynamicScaling::MAX_POWER as i64;
 
 /// Upper bound on the losses that a checkpoint keeps for the guard against divergence.
 const MAX_WINDOW: i64 = 10_000;
-
-/// Upper bound on the power of the first loss scale: `f32` holds the scale and its inverse.
-const MAX_SCALE_POWER: i64 = 100;
 
 /// Upper bound on beams: more than any search profits from is a typing mistake.
 const MAX_BEAMS: i64 = 1024;
@@ -191,7 +190,7 @@ settings! {
         prescale_gradients: bool = false,
         /// Divisor before the reduction, of which the division after it makes up the number of
         /// replicas; 1: all of it comes before.
-        gradient_predivide_factor: f64 [more_than 0, at_most MAX_PREDIVIDE] = 1.0,
+        gradient_predivide_factor: f64 [at_least_f64 MIN_PREDIVIDE, at_most MAX_PREDIVIDE] = 1.0,
         /// Whether checkpoints are written; unset: where `output_dir` is given or `lora_config`
         /// trains an adapter.
         save: Option<bool> = None,
@@ -290,7 +289,7 @@ settings! {
         /// Decay of their second moment.
         adam_beta2: f64 [at_least 0, less_than 1] = 0.999,
         /// Offset of their denominator.
-        adam_epsilon: f64 [more_than 0] = 1e-8,
+        adam_epsilon: f64 [at_least_f64 MIN_POSITIVE] = 1e-8,
         /// Momentum of `optim = "sgd"`.
         sgd_momentum: f64 [at_least 0, less_than 1] = 0.0,
         /// Whether that momentum is Nesterov's.
@@ -303,9 +302,9 @@ settings! {
         /// the means of second moments.
         adafactor_decay_rate: f64 [less_than 0] = -0.8,
         /// Root mean square of an update above which Adafactor scales it down.
-        adafactor_clip_threshold: f64 [more_than 0] = 1.0,
+        adafactor_clip_threshold: f64 [at_least_f64 MIN_POSITIVE] = 1.0,
         /// What Adafactor adds to squares of gradients.
-        adafactor_epsilon: f64 [more_than 0] = 1e-30,
+        adafactor_epsilon: f64 [at_least_f64 MIN_POSITIVE] = 1e-30,
         /// Momentum of `optim = "muon"`, which steps hidden matrices; all else takes AdamW.
         muon_momentum: f64 [at_least 0, less_than 1] = 0.95,
         /// Whether that momentum is Nesterov's.
@@ -313,7 +312,7 @@ settings! {
         /// Repetitions of the polynomial that makes Muon's steps orthogonal.
         muon_ns_steps: usize [at_least 1, at_most MAX_NS_STEPS] = 5,
         /// Smallest norm by which Muon divides a step.
-        muon_epsilon: f64 [more_than 0] = 1e-7,
+        muon_epsilon: f64 [at_least_f64 MIN_POSITIVE] = 1e-7,
         /// Largest global gradient norm; 0 or less switches clipping off.
         max_grad_norm: f64 = 1.0,
         /// Decay of an exponential moving average of the trained weights, which moves after each

@@ -10,10 +10,10 @@ use std::{
 ///
 /// The check of a value, the help and the page of keys all read it. It prints as words that follow
 /// "must be": `at least 1`, `from 0 to 1`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Range {
-    low: Bound<i64>,
-    high: Bound<i64>,
+    low: Bound<f64>,
+    high: Bound<f64>,
 }
 
 impl Range {
@@ -26,6 +26,12 @@ impl Range {
     /// These numbers from `limit` on.
     #[must_use]
     pub const fn at_least(self, limit: i64) -> Self {
+        self.at_least_f64(limit as f64)
+    }
+
+    /// These numbers from `limit` on, which need not be an integer.
+    #[must_use]
+    pub const fn at_least_f64(self, limit: f64) -> Self {
         Self {
             low: Bound::Included(limit),
             ..self
@@ -36,7 +42,7 @@ impl Range {
     #[must_use]
     pub const fn more_than(self, limit: i64) -> Self {
         Self {
-            low: Bound::Excluded(limit),
+            low: Bound::Excluded(limit as f64),
             ..self
         }
     }
@@ -45,7 +51,7 @@ impl Range {
     #[must_use]
     pub const fn at_most(self, limit: i64) -> Self {
         Self {
-            high: Bound::Included(limit),
+            high: Bound::Included(limit as f64),
             ..self
         }
     }
@@ -54,15 +60,14 @@ impl Range {
     #[must_use]
     pub const fn less_than(self, limit: i64) -> Self {
         Self {
-            high: Bound::Excluded(limit),
+            high: Bound::Excluded(limit as f64),
             ..self
         }
     }
 
     /// Whether the range has this number; NaN lies in [`Range::ANY`] alone.
     pub fn contains(self, number: f64) -> bool {
-        let limit = |bound: Bound<i64>| bound.map(|limit| limit as f64);
-        (limit(self.low), limit(self.high)).contains(&number)
+        (self.low, self.high).contains(&number)
     }
 
     /// The numbers of a kind, such as `an integer`, that lie in the range.
@@ -97,12 +102,12 @@ impl Display for Range {
 }
 
 /// A limit for messages; one with many digits gets an exponent.
-struct Limit(i64);
+struct Limit(f64);
 
 impl Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(limit) = self;
-        if limit.abs() < 1_000_000_000 {
+        if *limit == 0.0 || (1e-6..1e9).contains(&limit.abs()) {
             write!(f, "{limit}")
         } else {
             write!(f, "{limit:e}")
@@ -152,6 +157,12 @@ mod tests {
                 "more than 0 and at most 1e9",
                 vec![1e9],
                 vec![0.0, 1.1e9],
+            ),
+            (
+                any.at_least_f64(1e-9),
+                "at least 1e-9",
+                vec![1e-9],
+                vec![0.0, 9e-10],
             ),
         ] {
             assert_eq!(range.to_string(), words);

@@ -110,11 +110,28 @@ fn hyperparameters_out_of_range_are_named() {
                 muon_ns_steps: 0,
                 ..ok()
             },
-            "`muon_ns_steps` is 0, expected at least 1",
+            "`muon_ns_steps` is 0, expected from 1 to 100",
         ),
     ] {
         assert_eq!(message(config.validate()), expected);
     }
+}
+
+#[test]
+fn an_epsilon_that_f32_rounds_to_0_is_refused() {
+    let check = |adam_epsilon| {
+        let config = OptimizerConfig {
+            adam_epsilon,
+            ..OptimizerConfig::default()
+        };
+        config.validate()
+    };
+    let told = message(check(1e-50));
+    assert!(
+        told.ends_with("expected 0, or a finite number of at least 1e-37"),
+        "{told}"
+    );
+    assert!(check(0.0).is_ok() && check(OptimizerConfig::MIN_POSITIVE).is_ok());
 }
 
 #[test]
