@@ -264,12 +264,13 @@ mod tests {
     use merak_trainer::Config;
 
     #[test]
-    fn every_option_of_generation_follows_its_key() {
+    fn every_option_of_generation_follows_its_key_and_has_the_default_of_merak_ckpt() {
         let options = |line: &[String]| {
             let config = Config::load(None, [], line).and_then(|config| config.check());
             options_of(&config.unwrap())
         };
         let usual = options(&[]);
+        assert_eq!(usual, GenerateOptions::default());
         for (key, value) in [
             ("out_seq_length", "7"),
             ("max_new_tokens", "7"),

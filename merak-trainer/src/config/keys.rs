@@ -680,4 +680,16 @@ mod tests {
         ];
         assert!(changes.iter().all(|change| scaling(*change) != usual));
     }
+
+    #[test]
+    fn without_keys_weights_are_updated_by_the_defaults_of_merak_zero() {
+        let args = MerakArguments::default().check().unwrap();
+        assert_eq!(args.zero_config(1), ZeroConfig::default());
+        let args = MerakArguments {
+            fp16: true,
+            ..MerakArguments::default()
+        };
+        let dynamic = LossScaling::Dynamic(DynamicScaling::default());
+        assert_eq!(args.loss_scaling(), Some(dynamic));
+    }
 }
