@@ -95,9 +95,9 @@ mod control;
 mod degrees;
 mod dtype;
 mod error;
+mod fold;
 mod group;
 pub mod hash;
-mod kernel;
 mod launch;
 #[cfg(any(feature = "candle", feature = "tch"))]
 mod lent;

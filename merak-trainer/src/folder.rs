@@ -15,9 +15,9 @@
 //! then lie behind it, in a folder with that run's name, and `checkpoints` of that run is a link.
 
 mod check;
-mod contents;
 mod lock;
 mod moves;
+mod recovered;
 mod room;
 mod start;
 
@@ -27,10 +27,10 @@ use crate::{
     machine::host_name,
 };
 use check::{check_link, check_names, check_place};
-pub(crate) use contents::Contents;
 use lock::{MadeFolders, is_held_by, lock, not_held};
 use merak_ckpt::{HeldFile, words::file, write_regular};
 use moves::{recover, remove_aside};
+pub(crate) use recovered::Contents;
 use start::{Found, Start, adapter_of};
 use std::{
     fs,

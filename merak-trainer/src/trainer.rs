@@ -20,6 +20,7 @@ mod run_state;
 mod saving;
 mod shards;
 mod step;
+mod stop;
 mod times;
 mod training;
 mod warnings;
@@ -31,7 +32,7 @@ use self::{
     saving::Saving,
 };
 pub use best::BestModel;
-pub use callback::{Callback, Stop, TrainerControl};
+pub use callback::{Callback, TrainerControl};
 pub use divergence::{Divergence, Rollback};
 pub use early_stopping::EarlyStopping;
 pub use evaluation::EvaluationMetrics;
@@ -40,6 +41,7 @@ pub use loading::LoadedCheckpoint;
 pub use prediction::{ComputeMetrics, PredictionKind, PredictionOutput};
 pub use progress::{Instruction, Lap, StepRecord};
 pub use step::StepReport;
+pub use stop::Stop;
 pub use times::{Breakdown, RankTimes, StepProfile};
 pub use training::TrainOutput;
 

@@ -9,8 +9,8 @@ use crate::{
     Buffer, Error, Rank, ReduceOp, Result,
     bell::lock,
     call::{Call, Fingerprint, compare},
+    fold,
     group::describe,
-    kernel,
     mailbox::Mailbox,
     pages::zeroed,
 };
@@ -450,13 +450,13 @@ impl Op {
             let mut memory: Vec<&mut [u8]> = others.take(n - 1).collect();
             memory.insert(me, own);
             match output {
-                None => kernel::reduce(dtype, op, n, &mut memory, me..me + 1),
+                None => fold::reduce(dtype, op, n, &mut memory, me..me + 1),
                 Some(output) => {
                     let Some(output) = output.get_mut(part(target.start)) else {
                         return;
                     };
                     memory.push(output);
-                    kernel::reduce(dtype, op, n, &mut memory, n..n + 1);
+                    fold::reduce(dtype, op, n, &mut memory, n..n + 1);
                 }
             }
             outcome = Ok(());

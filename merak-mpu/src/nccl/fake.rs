@@ -10,7 +10,7 @@ use super::{
     cuda::{Event, Stream},
     plan::Step,
 };
-use crate::{Buffer, DType, Error, Memory, ReduceOp, Result, bell::lock, into_vec, kernel, zeros};
+use crate::{Buffer, DType, Error, Memory, ReduceOp, Result, bell::lock, fold, into_vec, zeros};
 use std::{
     any::Any,
     collections::BTreeMap,
@@ -412,7 +412,7 @@ fn fold(dtype: DType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
         .iter_mut()
         .map(|words| &mut bytemuck::cast_slice_mut::<u64, u8>(words)[..len])
         .collect();
-    kernel::reduce(dtype, op, n, &mut memory, 0..1);
+    fold::reduce(dtype, op, n, &mut memory, 0..1);
     memory[0].to_vec()
 }
 

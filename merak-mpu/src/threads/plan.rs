@@ -2,7 +2,7 @@
 
 use crate::{
     call::{Call, Fingerprint, Parts},
-    kernel,
+    fold,
 };
 use std::ops::Range;
 
@@ -196,9 +196,9 @@ impl ChunkPlan {
     pub(super) fn compute(&self, memory: &mut [&mut [u8]]) {
         let Fingerprint { call, dtype, .. } = self.fingerprint;
         match call {
-            Call::AllReduce(op) => kernel::reduce(dtype, op, self.n, memory, 0..self.n),
+            Call::AllReduce(op) => fold::reduce(dtype, op, self.n, memory, 0..self.n),
             Call::ReduceScatter(op) => {
-                kernel::reduce(dtype, op, self.n, memory, self.n..self.n + 1);
+                fold::reduce(dtype, op, self.n, memory, self.n..self.n + 1);
             }
             Call::AllToAll if !self.exchanges_parts() => {
                 if let [low, high] = memory {

@@ -1,13 +1,9 @@
 //! Observers of a run, and what they may ask of it.
 
 use super::{Breakdown, EvaluationMetrics, MerakTrainer, Rollback, StepProfile, StepReport};
-use crate::{error::Result, folder::RunFolder};
-use merak_mpu::{Group, ReduceOp};
+use crate::folder::RunFolder;
 use merak_pipe::{Action, Observer};
-use std::{
-    path::Path,
-    sync::{Arc, atomic::Ordering},
-};
+use std::{path::Path, sync::Arc};
 
 /// What a callback asks of the run. Any rank may ask: the ranks agree on it before they act, so a
 /// callback may live on one rank alone.
@@ -30,7 +26,7 @@ pub struct TrainerControl {
 impl TrainerControl {
     const LEN: usize = 4;
 
-    fn bits(self) -> [i64; Self::LEN] {
+    pub(super) fn bits(self) -> [i64; Self::LEN] {
         let Self {
             should_training_stop,
             should_save,
@@ -46,7 +42,7 @@ impl TrainerControl {
         .map(i64::from)
     }
 
-    fn from_bits(bits: [i64; Self::LEN]) -> Self {
+    pub(super) fn from_bits(bits: [i64; Self::LEN]) -> Self {
         let [
             should_training_stop,
             should_save,
@@ -152,50 +148,6 @@ impl Callback for Arc<RunFolder> {
     }
 }
 
-/// Why training ends before its last step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stop {
-    /// A signal, which wins over other reasons.
-    Signal {
-        /// Its number.
-        signal: i64,
-        /// The lowest world rank that got it.
-        rank: usize,
-    },
-    /// A callback or `early_stopping_patience` asked for it.
-    Asked,
-}
-
-/// Agrees on a signal (0 for none) and on requests: what one rank asks for, all do.
-///
-/// # Communication
-/// An all-reduce of 40 bytes.
-fn agree(
-    world: &Group,
-    signal: i64,
-    control: TrainerControl,
-) -> Result<(Option<Stop>, TrainerControl)> {
-    // One number for both: the larger signal first, then the lower rank.
-    let number = |ranks| i64::try_from(ranks).expect("a world has fewer ranks");
-    let size = number(world.world_size());
-    let place = size - 1 - number(world.rank());
-    let own = if signal == 0 {
-        0
-    } else {
-        signal * size + place
-    };
-    let [stop, save, evaluate, log] = control.bits();
-    let own = vec![own, stop, save, evaluate, log];
-    let agreed = world.all_reduce_vec(own, ReduceOp::Max)?;
-    let control = TrainerControl::from_bits([agreed[1], agreed[2], agreed[3], agreed[4]]);
-    let signal = (agreed[0] != 0).then(|| Stop::Signal {
-        signal: agreed[0].div_euclid(size),
-        rank: (size - 1 - agreed[0].rem_euclid(size)) as usize,
-    });
-    let asked = control.should_training_stop.then_some(Stop::Asked);
-    Ok((signal.or(asked), control))
-}
-
 impl MerakTrainer {
     /// Tells every callback of this rank of an event. What they ask for is kept until the ranks
     /// agree.
@@ -203,19 +155,6 @@ impl MerakTrainer {
         for callback in &mut self.parts.callbacks {
             event(&mut **callback, &mut self.control);
         }
-    }
-
-    /// Whether training ends, by the signals and the requests that any rank has seen. The requests
-    /// of all ranks then stand in `control`, from where they are taken as they are met; one to stop
-    /// stays.
-    ///
-    /// # Communication
-    /// An all-reduce of 40 bytes over the world.
-    pub(super) fn agree(&mut self) -> Result<Option<Stop>> {
-        let signal = self.parts.stop.load(Ordering::Relaxed);
-        let (stop, control) = agree(self.stages.mpu.world_group(), signal, self.control)?;
-        self.control = control;
-        Ok(stop)
     }
 }
 
