@@ -2,11 +2,10 @@
 
 use crate::crc32::{Stretch, Sums};
 use crate::disk::check_length;
-use crate::error::{Damage, Problem, WithCauses, io_error};
+use crate::error::{Damage, Problem, WithCauses, foreign, io_error};
 use crate::format;
 use crate::frozen_base;
 use crate::header::{self, Place, check_content, slices_by_file};
-use crate::hf::foreign;
 use crate::locate::{older_than, resolve, store_of};
 use crate::manifest::{Manifest, Refused, TensorEntry};
 use crate::read::{SliceReader, read_slice};

@@ -1,10 +1,11 @@
 //! Small operations on files and folders, with the path in their errors.
 
-use crate::error::{Damage, Problem, io_error};
-use crate::hf::foreign;
+use crate::error::{Damage, Problem, foreign, io_error};
 use crate::manifest::FileEntry;
 use crate::words::{self, beyond};
 use crate::{Error, Result};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
@@ -198,6 +199,17 @@ pub(crate) fn read_small(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(not_read(path, error)),
     }
+}
+
+/// The content of a JSON file of at most [`MAX_CONFIG_BYTES`].
+pub(crate) fn read_json(path: &Path) -> Result<Value> {
+    parsed(path, MAX_CONFIG_BYTES)
+}
+
+/// The content of a JSON file of at most `limit` bytes.
+pub(crate) fn parsed<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
+    let text = read_small(path, limit)?.ok_or_else(|| foreign(path, "the file is missing"))?;
+    serde_json::from_slice(&text).map_err(|error| foreign(path, error.to_string()))
 }
 
 /// The error of a file that has the wrong form, or that the system refuses to read.

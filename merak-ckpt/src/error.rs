@@ -434,6 +434,14 @@ pub enum Problem {
     },
 }
 
+/// The error of a file or folder of a form that is not read.
+pub(crate) fn foreign(path: &Path, reason: impl Into<String>) -> Error {
+    Error::Foreign {
+        path: path.to_owned(),
+        reason: reason.into(),
+    }
+}
+
 /// Adds what was tried on which path to an I/O error.
 pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::Io {

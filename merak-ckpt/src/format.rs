@@ -13,6 +13,8 @@ pub const LATEST: &str = "latest";
 pub const BEST: &str = "best";
 /// Folder of an output folder that holds the checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
+/// File that describes the model, in folders of Hugging Face and beside the manifest.
+pub(crate) const CONFIG: &str = "config.json";
 
 /// Largest manifest that is read.
 pub const MAX_MANIFEST_BYTES: u64 = 256 << 20;

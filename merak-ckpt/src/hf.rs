@@ -30,8 +30,9 @@ pub(crate) use recognize::what_of_others;
 pub use safetensors_file::stored_tensors;
 
 use crate::crc32::Stretch;
-use crate::disk::{MAX_CONFIG_BYTES, not_read, open_regular, read_small};
-use crate::error::io_error;
+use crate::disk::{not_read, open_regular, parsed, read_json};
+use crate::error::{foreign, io_error};
+use crate::format::CONFIG;
 use crate::manifest::{FileEntry, check_file_name, check_tensor_name};
 use crate::region::num_elements;
 use crate::rewrite::DEFAULT_MAX_MEMORY;
@@ -40,7 +41,7 @@ use crate::{
     TensorEntry, format,
 };
 use serde::Deserialize;
-use serde::de::{DeserializeOwned, IgnoredAny};
+use serde::de::IgnoredAny;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -50,7 +51,6 @@ use std::path::{Path, PathBuf};
 
 /// Largest index of weights that is read.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
-pub(crate) const CONFIG: &str = "config.json";
 
 /// Files beside the weights that belong to the model.
 const COMPANIONS: [&str; 18] = [
@@ -573,15 +573,6 @@ fn check_float(dtype: Option<DType>) -> Result<()> {
     }
 }
 
-pub(crate) fn read_json(path: &Path) -> Result<Value> {
-    parsed(path, MAX_CONFIG_BYTES)
-}
-
-fn parsed<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
-    let text = read_small(path, limit)?.ok_or_else(|| foreign(path, "the file is missing"))?;
-    serde_json::from_slice(&text).map_err(|error| foreign(path, error.to_string()))
-}
-
 /// Opens a file of weights.
 fn open_weights(path: &Path) -> Result<File> {
     const POINTER: &[u8] = b"version https://git-lfs";
@@ -593,11 +584,4 @@ fn open_weights(path: &Path) -> Result<File> {
         return Err(foreign(path, reason));
     }
     Ok(file)
-}
-
-pub(crate) fn foreign(path: &Path, reason: impl Into<String>) -> Error {
-    Error::Foreign {
-        path: path.to_owned(),
-        reason: reason.into(),
-    }
 }

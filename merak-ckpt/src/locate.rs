@@ -1,7 +1,7 @@
 //! Which checkpoint a path stands for.
 
-use crate::error::{Damage, io_error};
-use crate::hf::{foreign, what_of_others};
+use crate::error::{Damage, foreign, io_error};
+use crate::hf::what_of_others;
 use crate::{Checkpoint, Error, Result, Store, format};
 use std::fs;
 use std::io::ErrorKind;

@@ -1,7 +1,6 @@
 //! Files that one process at a time holds.
 
-use crate::error::io_error;
-use crate::hf::foreign;
+use crate::error::{foreign, io_error};
 use crate::{Error, Result};
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, Write};

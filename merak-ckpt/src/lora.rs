@@ -30,7 +30,8 @@ pub use merge::merge_lora;
 pub(crate) use merge::{copy_companions, merge_own};
 pub use product::squares_of_outputs;
 
-use crate::hf::{self, Family, foreign};
+use crate::error::foreign;
+use crate::hf::{self, Family};
 use crate::{Checkpoint, Kind, Piece, Result, TensorEntry};
 use contents::Contents;
 use low_rank::{Expected, LowRank};

@@ -1,8 +1,9 @@
 //! Rewriting a checkpoint for another topology.
 
 use crate::degrees;
+use crate::disk::read_json;
 use crate::error::WithCauses;
-use crate::hf::{CONFIG, read_json};
+use crate::format::CONFIG;
 use crate::plan::plan;
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, copy_other_files, write_planned};
 use crate::{Checkpoint, Draft, Error, Header, Result, Shard, Stages, Store, Topology, format};

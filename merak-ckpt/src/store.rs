@@ -1,8 +1,7 @@
 //! The folder of checkpoints of a run: names, leftovers, rotation.
 
 use crate::disk::{Lock, create_folders, read_small, remove, rename, sync_folder, write_synced};
-use crate::error::{WithCauses, io_error};
-use crate::hf::foreign;
+use crate::error::{WithCauses, foreign, io_error};
 use crate::{Checkpoint, Draft, Error, Result, format};
 use std::fs;
 use std::io::ErrorKind;

@@ -1,6 +1,6 @@
 //! Averages of weights in the place of the weights.
 
-use super::foreign;
+use crate::error::foreign;
 use crate::{Checkpoint, Kind, Result};
 
 /// What averages of weights are called among the state of an optimizer.

@@ -1,7 +1,9 @@
 //! Whether the tensors of a folder are the whole model of its configuration.
 
 use super::parts::{EMBEDDING, Module, Size, Stack, number};
-use super::{CONFIG, family::Family, family_of, foreign};
+use super::{family::Family, family_of};
+use crate::error::foreign;
+use crate::format::CONFIG;
 use crate::{Result, TensorEntry};
 use serde_json::Value;
 use std::collections::BTreeMap;

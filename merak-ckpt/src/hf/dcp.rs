@@ -22,9 +22,12 @@ mod items;
 use super::import::{Origin, import};
 use super::recognize;
 use super::{
-    COMPANIONS, CONFIG, ImportOptions, StoredTensor, check_is_folder, check_is_none_of_others,
-    check_is_plain, family::Family, family_of, foreign, is_same, read_json, set_tie,
+    COMPANIONS, ImportOptions, StoredTensor, check_is_folder, check_is_none_of_others,
+    check_is_plain, family::Family, family_of, is_same, set_tie,
 };
+use crate::disk::read_json;
+use crate::error::foreign;
+use crate::format::CONFIG;
 use crate::{Checkpoint, DType, Header, Kind, Manifest, Result, TensorEntry};
 use index::{Index, Indexed, Place};
 use items::Found;

@@ -1,8 +1,10 @@
 //! Making a Hugging Face folder of a checkpoint.
 
-use super::{CONFIG, check_float, completeness, family::set_tie, family_of, foreign, read_json};
-use crate::disk::{sync_folder, write_synced};
+use super::{check_float, completeness, family::set_tie, family_of};
+use crate::disk::{read_json, sync_folder, write_synced};
 use crate::draft_folder::DraftBeside;
+use crate::error::foreign;
+use crate::format::CONFIG;
 use crate::lora::{copy_companions, has_adapter, merge_own};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::reshard::check_outside;

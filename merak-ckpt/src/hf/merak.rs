@@ -11,9 +11,8 @@
 //! | fused outputs `q0 k0 v0 q1 k1 v1` of two ranks | `q0 q1 k0 k1 v0 v1` |
 
 use super::import::import_folder;
-use super::{
-    Family, HfFolder, ImportOptions, check_is_none_of_others, family_of, foreign, read_index,
-};
+use super::{Family, HfFolder, ImportOptions, check_is_none_of_others, family_of, read_index};
+use crate::error::foreign;
 use crate::layout::Part;
 use crate::rewrite::{MIN_MEMORY, Values};
 use crate::{Checkpoint, DType, Error, Layout, Piece, Result, TensorEntry};

@@ -1,7 +1,8 @@
 //! Recognizes folders and files by their names, and says how to use each.
 
-use super::{CONFIG, has_weights};
+use super::has_weights;
 use crate::format;
+use crate::format::CONFIG;
 use crate::locate::store_of;
 use crate::lora::ADAPTER_CONFIG;
 use std::fs;

@@ -1,7 +1,7 @@
 //! Where the tensors of a safetensors file are.
 
-use super::{StoredTensor, checked_bytes, foreign, open_weights};
-use crate::error::io_error;
+use super::{StoredTensor, checked_bytes, open_weights};
+use crate::error::{foreign, io_error};
 use crate::{DType, Result, format};
 use safetensors::tensor::TensorInfo;
 use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};

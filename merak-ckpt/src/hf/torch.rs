@@ -9,8 +9,9 @@
 
 use super::archive::Archive;
 use super::pickle::{self, Heap, Purpose, Storage, Value, View};
-use super::{StoredTensor, checked_bytes, foreign, open_weights};
+use super::{StoredTensor, checked_bytes, open_weights};
 use crate::crc32::Stretch;
+use crate::error::foreign;
 use crate::manifest::check_tensor_name;
 use crate::region::num_elements;
 use crate::{DType, Result};

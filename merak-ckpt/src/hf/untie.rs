@@ -1,6 +1,8 @@
 //! A head of its own for models whose head is their embedding.
 
-use super::{CONFIG, family_of, read_json};
+use super::family_of;
+use crate::disk::read_json;
+use crate::format::CONFIG;
 use crate::{Checkpoint, Kind, Result};
 use std::collections::BTreeMap;
 

@@ -3,7 +3,8 @@
 mod field;
 
 use crate::Result;
-use crate::hf::{foreign, read_json};
+use crate::disk::read_json;
+use crate::error::foreign;
 use regex::Regex;
 use serde_json::{Map, Value, json};
 use std::path::Path;

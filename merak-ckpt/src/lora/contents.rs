@@ -2,7 +2,7 @@
 
 use super::LoraConfig;
 use super::factor::{FactorName, FactorRole, PREFIX};
-use crate::hf::foreign;
+use crate::error::foreign;
 use crate::{Kind, Result, TensorEntry};
 use std::collections::BTreeMap;
 use std::path::Path;

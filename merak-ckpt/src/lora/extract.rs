@@ -2,10 +2,11 @@
 
 use super::factor::{FactorName, PREFIX};
 use super::{LoraConfig, config};
-use crate::disk::{sync_folder, write_synced};
+use crate::disk::{read_json, sync_folder, write_synced};
 use crate::draft_folder::DraftBeside;
-use crate::error::io_error;
-use crate::hf::{CONFIG, family_of, foreign, read_json};
+use crate::error::{foreign, io_error};
+use crate::format::CONFIG;
+use crate::hf::family_of;
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, write_planned};
 use crate::{Checkpoint, Error, Kind, Layout, Result, ShardKind, TensorEntry};

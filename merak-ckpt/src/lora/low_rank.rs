@@ -2,7 +2,7 @@
 
 use super::contents::Factors;
 use super::product::Product;
-use crate::hf::foreign;
+use crate::error::foreign;
 use crate::layout::PartRange;
 use crate::{Checkpoint, DType, Kind, Layout, Piece, Result, TensorEntry};
 use std::path::Path;

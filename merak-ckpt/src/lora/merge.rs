@@ -1,7 +1,9 @@
 //! Writing a model with an adapter folded into it.
 
 use super::{Adapter, config};
-use crate::hf::{CONFIG, Content, exported, make, read_json};
+use crate::disk::read_json;
+use crate::format::CONFIG;
+use crate::hf::{Content, exported, make};
 use crate::rewrite::{Values, copy_file, copy_other_files};
 use crate::{Checkpoint, ExportOptions, HfFolder, Piece, Result};
 use serde_json::Value;

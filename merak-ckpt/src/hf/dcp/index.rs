@@ -1,8 +1,9 @@
 //! The index of a folder: what a pickle says of tensors, values and their places.
 
 use crate::disk::read_small;
+use crate::error::foreign;
+use crate::hf::StoredTensor;
 use crate::hf::pickle::{self, Class, Heap, Purpose, Value, size};
-use crate::hf::{StoredTensor, foreign};
 use crate::{DType, Result, format};
 use std::collections::BTreeMap;
 use std::path::Path;

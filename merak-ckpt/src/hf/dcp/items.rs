@@ -2,10 +2,10 @@
 
 use super::index::{Chunk, Indexed, Place};
 use crate::crc32::{Stretch, Sums};
-use crate::error::io_error;
+use crate::error::{foreign, io_error};
 use crate::hf::pickle::{Heap, Value};
 use crate::hf::torch::{Saved, places, view};
-use crate::hf::{StoredTensor, checked_bytes, file_entry, foreign, open_weights};
+use crate::hf::{StoredTensor, checked_bytes, file_entry, open_weights};
 use crate::manifest::{FileEntry, check_coverage, check_file_name, check_tensor_name};
 use crate::region::num_elements;
 use crate::{Checksum, Cut, DType, Error, Kind, Result, SliceEntry, TensorEntry};
