@@ -5,7 +5,7 @@ mod halves;
 mod regions;
 mod ring;
 
-pub use cache::{Continuation, KvCache, Piece, Tail};
+pub use cache::{Continuation, KvCache, NextPositions, Tail};
 
 use crate::{
     Error, NodeId, Op, Overlap, Result, SharedBackend, Source, StageProgram, Step, TensorType,

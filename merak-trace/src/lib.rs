@@ -125,7 +125,7 @@ pub use backend::{
 pub use error::{Error, KernelError, Result};
 pub use graph::{Graph, Node, NodeId, ParamId, Port, Source, ValueId, ValueInfo};
 pub use interpreter::{
-    AxisGroups, Batch, Continuation, Forwarded, Frame, Interpreter, KvCache, Params, Piece,
+    AxisGroups, Batch, Continuation, Forwarded, Frame, Interpreter, KvCache, NextPositions, Params,
     SingleRank, Tail,
 };
 #[cfg(feature = "cpu")]

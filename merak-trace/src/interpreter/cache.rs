@@ -42,14 +42,14 @@ pub struct Continuation<'a> {
     /// Holds the positions before these; these are added to it.
     pub cache: &'a mut KvCache,
     /// The positions of each sequence that pass.
-    pub pieces: &'a [Piece],
+    pub pieces: &'a [NextPositions],
     /// Set if only some of the positions are needed after the last attention.
     pub tail: Option<Tail<'a>>,
 }
 
 /// The next positions of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Piece {
+pub struct NextPositions {
     /// The number that the caller gave the sequence.
     pub sequence: u64,
     /// How many positions follow, at least one; in a model with an encoder, of the decoder.

@@ -2,8 +2,8 @@
 
 use crate::support::{backends, context, numbers, params, value};
 use merak_trace::{
-    Batch, Continuation, Interpreter, KvCache, Piece, RunContext, SharedBackend, SingleRank,
-    StageCuts, StageProgram, Tail,
+    Batch, Continuation, Interpreter, KvCache, NextPositions, RunContext, SharedBackend,
+    SingleRank, StageCuts, StageProgram, Tail,
     models::{self, Head, TraceOptions, Visible},
 };
 use serde_json::{Value as Json, json};
@@ -88,7 +88,7 @@ fn pass(
             let pieces = pieces
                 .iter()
                 .zip(&sources)
-                .map(|((sequence, range), source)| Piece {
+                .map(|((sequence, range), source)| NextPositions {
                     sequence: *sequence as u64,
                     positions: range.len(),
                     source: source.1.len(),
@@ -237,7 +237,7 @@ fn positions_that_are_counted_in_documents_do_not_pass_in_pieces() {
         });
         let next = Continuation {
             cache: &mut KvCache::default(),
-            pieces: &[Piece {
+            pieces: &[NextPositions {
                 sequence: 0,
                 positions: 3,
                 source: 0,

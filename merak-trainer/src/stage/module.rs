@@ -9,8 +9,8 @@ use crate::{
 use merak_mpu::{DType, Message, Packet};
 use merak_pipe::{Action, StageModule};
 use merak_trace::{
-    Continuation, Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Phase, Piece,
-    Port, RunContext, StageProgram, Tail, TensorType, Value,
+    Continuation, Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, NextPositions,
+    Phase, Port, RunContext, StageProgram, Tail, TensorType, Value,
 };
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -44,7 +44,7 @@ pub(crate) struct Decoded<'a> {
     /// For each stage of the rank, the keys and values of earlier positions.
     pub(crate) caches: &'a mut [KvCache],
     /// What passes of each sequence.
-    pub(crate) pieces: &'a [Piece],
+    pub(crate) pieces: &'a [NextPositions],
     /// The last position of each.
     pub(crate) newest: &'a [usize],
 }

@@ -2,7 +2,7 @@
 
 use super::{
     super::{Frame, Interpreter, Params},
-    Passed, Piece,
+    NextPositions, Passed,
 };
 use crate::{Error, Following, NodeId, Op, Past, RelativeBias, Result, Value, op::Attention};
 
@@ -33,14 +33,14 @@ impl Line {
         }
     }
 
-    fn queries(self, piece: &Piece) -> usize {
+    fn queries(self, piece: &NextPositions) -> usize {
         match self {
             Self::Decoder | Self::Cross => piece.positions,
             Self::Encoder => piece.source,
         }
     }
 
-    fn keys(self, piece: &Piece) -> usize {
+    fn keys(self, piece: &NextPositions) -> usize {
         match self {
             Self::Decoder => piece.positions,
             Self::Cross | Self::Encoder => piece.source,
@@ -59,7 +59,7 @@ impl Interpreter {
         frame: &mut Frame,
         params: &dyn Params,
         id: NodeId,
-        (attention, pieces, passed): (usize, &[Piece], &mut [Passed]),
+        (attention, pieces, passed): (usize, &[NextPositions], &mut [Passed]),
     ) -> Result<()> {
         let operands = self.operands(frame, params, id)?;
         let context = frame.context;
@@ -98,7 +98,12 @@ impl Interpreter {
     }
 
     /// What an attention works on, if each sequence has its part of it.
-    fn attended(&self, id: NodeId, operands: Vec<Value>, pieces: &[Piece]) -> Option<Attended> {
+    fn attended(
+        &self,
+        id: NodeId,
+        operands: Vec<Value>,
+        pieces: &[NextPositions],
+    ) -> Option<Attended> {
         let node = self.program.graph.node(id);
         let Op::Attention(spec) = &node.op else {
             return None;

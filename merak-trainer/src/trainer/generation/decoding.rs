@@ -11,7 +11,7 @@ use crate::{
 use merak_ckpt::{Completion, NewToken, Row};
 use merak_mpu::{Packet, into_vec};
 use merak_pipe::{Action, Kind, MicrobatchId, PipelineEngine, Rounds, Span, StageId, Visit};
-use merak_trace::{KvCache, Piece, Value};
+use merak_trace::{KvCache, NextPositions, Value};
 use std::{ops::ControlFlow, time::Instant};
 
 /// Upper bound on the positions of several sequences that pass together: enough for fast products.
@@ -60,7 +60,7 @@ struct Group {
 /// The next positions of some sequences, end to end.
 #[derive(Debug)]
 struct Pass {
-    pieces: Vec<Piece>,
+    pieces: Vec<NextPositions>,
     ids: Vec<i64>,
     /// What an encoder reads.
     sources: Vec<i64>,
@@ -220,7 +220,7 @@ impl<'a> Generation<'a> {
                 pass.ids.extend(next.iter().map(|&token| i64::from(token)));
                 pass.sources
                     .extend(source.iter().map(|&token| i64::from(token)));
-                pass.pieces.push(Piece {
+                pass.pieces.push(NextPositions {
                     sequence: row.prompt,
                     positions: next.len(),
                     source: source.len(),
