@@ -1,7 +1,6 @@
 //! Folders of Hugging Face models: weights under global names beside a `config.json`.
 
 mod archive;
-mod averaged;
 mod completeness;
 mod dcp;
 mod export;

@@ -121,6 +121,7 @@
 //! [its square root](https://arxiv.org/abs/2312.03732). Top-p is
 //! [nucleus sampling](https://arxiv.org/abs/1904.09751), section 3.1.
 
+mod averaged;
 mod beam;
 mod checkpoint;
 mod checksum;

@@ -62,7 +62,7 @@ fn an_export_of_averages_says_where_there_are_none() {
     save(&Store::in_output_dir(folder.path()), 1, topology(1, 1, 1)).unwrap();
     let (status, _, errors) = run(folder.path(), &["export-hf", ".", "out", "--ema"]);
     assert_eq!(status, 2, "{errors}");
-    let expected = "it has no averages of its weights: its run was without \"ema_decay\"";
+    let expected = "it has no averages of its weights: its run kept none";
     assert!(errors.contains(expected), "{errors}");
     assert!(!folder.path().join("out").exists());
 }

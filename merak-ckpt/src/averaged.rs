@@ -3,12 +3,12 @@
 use crate::error::foreign;
 use crate::{Checkpoint, Kind, Result};
 
-/// What averages of weights are called among the state of an optimizer.
+/// What merak-zero calls averages of weights among the state of an optimizer.
 const EMA: &str = "ema";
 
 impl Checkpoint {
-    /// The parameters alone, with the averages that a run kept of those that it trained
-    /// (`ema_decay`) as their values.
+    /// The parameters alone, with the averages that a run kept of those that it trained as their
+    /// values.
     ///
     /// # Errors
     /// [`Error::Foreign`](crate::Error::Foreign) where there are no averages, and as for
@@ -16,7 +16,7 @@ impl Checkpoint {
     pub fn averaged(&self) -> Result<Self> {
         let (manifest, average) = (self.manifest(), Kind::optimizer(EMA));
         if manifest.tensors_of(&average).next().is_none() {
-            let reason = "it has no averages of its weights: its run was without \"ema_decay\"";
+            let reason = "it has no averages of its weights: its run kept none";
             return Err(foreign(self.path(), reason));
         }
         let parameters = manifest.tensors_of(&Kind::Parameter);
