@@ -83,7 +83,7 @@ pub fn import_merak(
 }
 
 /// The model's tensor `name`, and how the stored one becomes it; `ranks` had slices of it, where it
-/// was put together. The error says why they cannot have had any.
+/// was put together. The error says why they cannot be slices of it.
 fn changed(
     stored: &TensorEntry,
     name: &str,

@@ -201,8 +201,8 @@ impl<'a> Beginning<'a> {
         }
     }
 
-    /// Whether whatever can follow on another beginning of the same shape can follow on this one,
-    /// no later.
+    /// Whether every continuation of `other`, which has the same shape, fits this one and ends no
+    /// later.
     fn is_as_good_as(&self, other: &Self) -> bool {
         let mut held = self.held.iter().zip(&other.held);
         held.all(|(own, others)| own <= others) && self.board.is_no_later_than(&other.board)

@@ -4,7 +4,7 @@ use merak_zero::OptimizerKind;
 
 use super::{choice::CostSource, keys::MerakArguments};
 
-/// Keys, under which condition they act, and what is so where it does not hold.
+/// Keys, the condition under which they act, and the message when it does not hold.
 type Idle = (
     &'static [&'static str],
     fn(&MerakArguments) -> bool,

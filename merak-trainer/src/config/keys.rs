@@ -162,8 +162,7 @@ settings! {
         initial_scale_power: usize [at_least 0, at_most MAX_SCALE_POWER] = 32,
         /// Steps without overflow after which that scale doubles.
         loss_scale_window: usize [at_least 1] = 1000,
-        /// The overflow, counted since that scale last doubled, that halves it for the first time;
-        /// each one after it does too.
+        /// Overflows until the scale first halves; later ones halve it at once.
         hysteresis: usize [at_least 1] = 2,
         /// Lowest scale that it falls to.
         min_loss_scale: usize [at_least 1] = 1,
@@ -188,8 +187,8 @@ settings! {
         offload_optimizer: Option<Offload> = None,
         /// Whether gradients are divided before their reduction.
         prescale_gradients: bool = false,
-        /// Divisor before the reduction, of which the division after it makes up the number of
-        /// replicas; 1: all of it comes before.
+        /// Divisor before the reduction; the rest of the division by the replicas follows it. 1:
+        /// all of it comes before.
         gradient_predivide_factor: f64 [at_least_f64 MIN_PREDIVIDE, at_most MAX_PREDIVIDE] = 1.0,
         /// Whether checkpoints are written; unset: where `output_dir` is given or `lora_config`
         /// trains an adapter.

@@ -1,5 +1,5 @@
-//! A process beside the launch that outlives it where it is killed, and then ends what the ranks
-//! have started. The ranks themselves the system ends.
+//! A helper process that outlives a killed launch and ends the ranks' children; the system ends the
+//! ranks.
 
 use rustix::process::{Pid, Signal, kill_process_group};
 use std::{

@@ -238,7 +238,7 @@ impl Ranks<'_> {
         }
     }
 
-    /// Asks an ended process how it ended, and what it has left behind to end.
+    /// Collects an ended rank's exit status and kills what it left running.
     fn reap(&mut self, rank: usize) {
         let Some(mut child) = self.running[rank].take() else {
             return;
