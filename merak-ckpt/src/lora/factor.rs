@@ -140,6 +140,12 @@ impl FactorRole {
     }
 }
 
+/// PEFT's module for the dropout of a layer's inputs, within the layer. It has no parameters.
+#[cfg(feature = "graph")]
+pub(super) fn dropout_module(adapter: &str) -> String {
+    format!("lora_dropout.{adapter}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

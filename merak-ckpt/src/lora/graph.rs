@@ -12,7 +12,7 @@
 
 use super::LoraConfig;
 use super::config::{InitWeights, Names, ends_with};
-use super::factor::FactorRole;
+use super::factor::{FactorRole, dropout_module};
 use merak_trace::fx::{Copied, Module, Symbol, extend};
 use merak_trace::op::{Class, WeightLayout};
 use merak_trace::{Beside, DType, Graph, Init, Node, Op, Param, ParamRole, models};
@@ -507,7 +507,7 @@ impl Adapter<'_> {
     ) -> Result<Update, AdaptError> {
         let (x, base) = (&copied.inputs[0], &copied.outputs[0]);
         let (inputs, outputs) = (x.ty().last_dim(), base.ty().last_dim());
-        let dropout = module.sub(&format!("lora_dropout.{}", self.name));
+        let dropout = module.sub(&dropout_module(self.name));
         let wide = dropout.cast(x, module.dtype())?;
         let dropped = dropout.dropout(&wide, self.config.dropout)?;
         let of_inputs = 1.0 / (inputs as f64).sqrt();
