@@ -4,6 +4,15 @@ use merak_mpu::{
     testing::{assert_close, world},
     threads,
 };
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+use tracing::{
+    Event, Metadata, Subscriber,
+    span::{Attributes, Id, Record},
+    subscriber::with_default,
+};
 
 const CUBE: Degrees = Degrees {
     dp: 2,
@@ -221,4 +230,40 @@ fn processes_that_cannot_find_rank_0_are_refused_with_the_variable_that_asked_fo
     let script = launch(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]).unwrap();
     assert_eq!(script, Launch::default());
     assert!(InitOptions::default().init_launched(&script).is_ok());
+}
+
+/// Counts the messages that a thread logs.
+struct Counter(Arc<AtomicUsize>);
+
+impl Subscriber for Counter {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, _: &Event<'_>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[test]
+fn a_message_of_rank_0_is_logged_by_no_other_rank() {
+    in_cube(|mpu| {
+        let count = Arc::new(AtomicUsize::new(0));
+        let counter = Counter(Arc::clone(&count));
+        with_default(counter, || mpu.print_rank_0("ready"));
+        let logged = count.load(Ordering::Relaxed);
+        assert_eq!(logged, usize::from(mpu.rank() == 0));
+    });
 }

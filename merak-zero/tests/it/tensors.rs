@@ -59,6 +59,7 @@ macro_rules! laws {
             the_norm_is_that_of_the_variables_of_all_stages
             a_variable_that_no_rank_used_only_decays
             a_variable_that_cannot_be_stepped_is_named
+            an_optimizer_continues_from_the_state_of_another
         );
     };
 }
@@ -207,5 +208,34 @@ pub(crate) fn a_variable_that_cannot_be_stepped_is_named<M: Model>() {
                 ..
             }
         ));
+    });
+}
+
+pub(crate) fn an_optimizer_continues_from_the_state_of_another<M: Model>() {
+    world(1, |member| {
+        let groups = groups(&member);
+        let over = |model: &M| {
+            let config = config(ZeroStage::OptimizerState);
+            TensorOptimizer::new(model.vars(), config, groups.clone(), |spec| spec)
+                .expect("the numbers of a test fit")
+        };
+        let train = |model: &M, optimizer: &mut TensorOptimizer<M::Var>, steps: Range<usize>| {
+            for step in steps {
+                model.step(optimizer, step, 0..ROWS);
+            }
+        };
+        let (unbroken, resumed) = (M::new(), M::new());
+        train(&unbroken, &mut over(&unbroken), 0..4);
+        let mut first = over(&resumed);
+        train(&resumed, &mut first, 0..2);
+        let state = first.optimizer().state().into_owned();
+        let mut second = over(&resumed);
+        let continued = second.optimizer_mut();
+        continued
+            .edit_state(|own| *own = state)
+            .expect("state lies in memory");
+        continued.set_progress(first.optimizer().progress());
+        train(&resumed, &mut second, 2..4);
+        assert_eq!(values(&resumed), values(&unbroken), "the same bits");
     });
 }
