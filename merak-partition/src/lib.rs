@@ -94,8 +94,8 @@ pub use memory::{
 pub use method::{PartitionMethod, SplitMethod, StageMethod};
 pub use partition::{Partition, recompute_plan};
 pub use pipeline::{
-    FasterSchedule, Layout, Pipeline, PipelineOptions, Prediction, Recompute, RecomputeOp,
-    ScheduleChoice, StageTimes,
+    FasterSchedule, Pipeline, PipelineOptions, Prediction, Recompute, RecomputeOp, ScheduleChoice,
+    StageLayout, StageTimes,
 };
 pub use rank_programs::{ParamUse, RankPrograms};
 pub use report::{HopBytes, PartitionReport, ReportOptions, StageReport, TiedReport, report};

@@ -70,7 +70,7 @@ impl fmt::Display for ScheduleChoice {
 
 /// The rule that gives segments to stages.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Layout {
+pub enum StageLayout {
     /// A method that looks at the segments alone.
     Method(StageMethod),
     /// The shortest simulated step of the schedule, by moves around the stage with the most work.
@@ -90,7 +90,7 @@ pub struct PipelineOptions {
     /// The order of the work.
     pub schedule: ScheduleChoice,
     /// The rule for stages.
-    pub layout: Layout,
+    pub layout: StageLayout,
     /// Microbatches of the step that a search for stages simulates; unset: those of the size.
     pub search_microbatches: Option<usize>,
     /// The time of a message between stages in a search for stages; unset: that of the costs.
@@ -154,10 +154,12 @@ impl Pipeline {
         costs: &dyn StepCosts,
     ) -> Result<Self> {
         match (&options.layout, options.memory_limit) {
-            (Layout::Autopipe | Layout::Exact, Some(limit)) => Self::within(limit, &|allowed| {
-                let (graph, segments) = (graph.clone(), segments.clone());
-                Self::laid(graph, segments, options.clone(), Some(allowed), costs)
-            }),
+            (StageLayout::Autopipe | StageLayout::Exact, Some(limit)) => {
+                Self::within(limit, &|allowed| {
+                    let (graph, segments) = (graph.clone(), segments.clone());
+                    Self::laid(graph, segments, options.clone(), Some(allowed), costs)
+                })
+            }
             _ => Self::laid(graph, segments, options, None, costs),
         }
     }

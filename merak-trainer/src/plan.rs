@@ -20,8 +20,8 @@ use crate::{
 use draft::with_adapter;
 use merak_ckpt::LoraConfig;
 use merak_partition::{
-    Counted, Layout, ParamBytes, PartitionMethod, PartitionReport, Pipeline, PipelineOptions,
-    Recompute, RecomputeOp, Share, StageMethod, StepCosts, ValueWidth,
+    Counted, ParamBytes, PartitionMethod, PartitionReport, Pipeline, PipelineOptions, Recompute,
+    RecomputeOp, Share, StageLayout, StageMethod, StepCosts, ValueWidth,
 };
 use merak_tp::{Options, Sequence, rewrite_with};
 use merak_trace::{
@@ -324,7 +324,7 @@ impl Plan {
 
 /// The settings of the pipeline among the arguments.
 fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
-    let method = Layout::Method;
+    let method = StageLayout::Method;
     Ok(PipelineOptions {
         size: args.pipeline_size(),
         virtual_stages: args.virtual_stages,
@@ -343,8 +343,8 @@ fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
                 let bounds = args.custom_partition.clone().ok_or_else(missing)?;
                 method(StageMethod::Custom(bounds.0))
             }
-            PartitionMethod::Autopipe => Layout::Autopipe,
-            PartitionMethod::Exact => Layout::Exact,
+            PartitionMethod::Autopipe => StageLayout::Autopipe,
+            PartitionMethod::Exact => StageLayout::Exact,
         },
         search_microbatches: args.autopipe.micro_batches,
         comm_cost: args.autopipe.comm_cost,

@@ -45,7 +45,7 @@
 //! - [`MappedFloats`] are numbers in a file that is mapped into memory, as the state is after
 //!   [`ZeroOptimizer::on_disk`].
 //! - [`StepDevice`] steps buffers in the memory of a device, where the state then lies too.
-//! - [`OwnedState`] is what a checkpoint saves, [`Progress`] how far the optimizer has come.
+//! - [`OwnedState`] is what a checkpoint saves, [`StepCounts`] how far the optimizer has come.
 //! - [`LossScaler`] is the scale of the loss under f16; the optimizer steps it and divides
 //!   gradients by it.
 //! - [`LrSchedule`] turns the number of steps done into a learning rate.
@@ -172,7 +172,7 @@ pub use state::{OwnedState, StateSlice};
 pub use tensors::TensorOptimizer;
 pub use update_rule::{RuleStep, UpdateRule};
 pub use zero_config::{ElementBytes, ExchangeBytes, KeptBytes, ZeroConfig, ZeroGroups};
-pub use zero_optimizer::{Progress, UpdateReport, ZeroOptimizer};
+pub use zero_optimizer::{StepCounts, UpdateReport, ZeroOptimizer};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -20,9 +20,9 @@ use std::{
     sync::Arc,
 };
 
-/// The progress of an optimizer.
+/// The steps that an optimizer has done and skipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Progress {
+pub struct StepCounts {
     /// Updates done: the `t` of bias corrections and of learning-rate schedules.
     pub steps: u64,
     /// Steps skipped since the beginning.
@@ -61,7 +61,7 @@ pub struct ZeroOptimizer {
     exchange: Exchange,
     state: OwnedState,
     room: Room,
-    progress: Progress,
+    progress: StepCounts,
     scaler: Option<LossScaler>,
     /// Whether the gradients of the step in hand are averages already.
     reduced: bool,
@@ -122,7 +122,7 @@ impl ZeroOptimizer {
             exchange,
             rule: None,
             room: Room::Memory,
-            progress: Progress::default(),
+            progress: StepCounts::default(),
             reduced: false,
             average_begun: false,
         })
@@ -275,12 +275,12 @@ impl ZeroOptimizer {
     }
 
     /// Number of updates that were done, and that were skipped.
-    pub fn progress(&self) -> Progress {
+    pub fn progress(&self) -> StepCounts {
         self.progress
     }
 
     /// Continues from a checkpoint.
-    pub fn set_progress(&mut self, progress: Progress) {
+    pub fn set_progress(&mut self, progress: StepCounts) {
         self.progress = progress;
     }
 

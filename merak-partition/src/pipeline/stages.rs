@@ -1,6 +1,6 @@
 //! Which segments each stage of the pipeline takes.
 
-use super::{Layout, PipelineOptions, Recompute, ScheduleChoice};
+use super::{PipelineOptions, Recompute, ScheduleChoice, StageLayout};
 use crate::{
     ExactOptions, Partition, PartitionMethod, PhaseCosts, RankMemory, Result, Scheduled,
     SegmentBytes, Segments, StepCosts, costs::hop, exact, lay_out, recompute_plan, stages,
@@ -21,19 +21,19 @@ pub(super) fn partition(
     costs: &dyn StepCosts,
 ) -> Result<Partition> {
     let search = match &options.layout {
-        Layout::Method(method) => {
+        StageLayout::Method(method) => {
             return Ok(Partition {
                 stage_bounds: stages(&segments, method, options.size.stages())?,
                 segments,
                 method: method.to_string(),
             });
         }
-        Layout::Autopipe => PartitionMethod::Autopipe,
-        Layout::Exact => PartitionMethod::Exact,
+        StageLayout::Autopipe => PartitionMethod::Autopipe,
+        StageLayout::Exact => PartitionMethod::Exact,
     };
     let step = step(graph, &segments, options, limit, costs)?;
     let found = match options.layout {
-        Layout::Exact => exact(
+        StageLayout::Exact => exact(
             &step.segment_costs()?,
             options.size.stages(),
             &step,

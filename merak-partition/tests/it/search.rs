@@ -6,9 +6,9 @@
 
 use insta::assert_snapshot;
 use merak_partition::{
-    Counted, Error, ExactOptions, Layout, OneFOneB, ParamBytes, ParamSums, Partition, PhaseCosts,
-    Pipeline, PipelineOptions, RankMemory, Recompute, ScheduleChoice, Scheduled, SegmentBytes,
-    SegmentCosts, SegmentOptions, StageLoad, StepTime, Stopped, ValueWidth, autopipe, exact,
+    Counted, Error, ExactOptions, OneFOneB, ParamBytes, ParamSums, Partition, PhaseCosts, Pipeline,
+    PipelineOptions, RankMemory, Recompute, ScheduleChoice, Scheduled, SegmentBytes, SegmentCosts,
+    SegmentOptions, StageLayout, StageLoad, StepTime, Stopped, ValueWidth, autopipe, exact,
     lay_out, segment,
 };
 use merak_pipe::{ActivationBytes, Costs, ScheduleKind, Size, simulate};
@@ -302,7 +302,7 @@ fn a_cut_keeps_a_limit_under_autocast_that_no_cut_keeps_without() {
     let model = models::from_config(&config).unwrap();
     let graph = model.trace(&TraceOptions::training(4, 32)).unwrap();
     let segments = segment(&graph, &SegmentOptions::for_model(&model.info(), 2)).unwrap();
-    for layout in [Layout::Exact, Layout::Autopipe] {
+    for layout in [StageLayout::Exact, StageLayout::Autopipe] {
         let laid = |value_width, limit| {
             let options = PipelineOptions {
                 size: Size::new(2, 4),

@@ -5,7 +5,7 @@ use crate::{
     config::CheckedArguments,
     data::{DataFingerprint, DataPosition},
 };
-use merak_zero::{OptimizerKind, Progress, ScalerState};
+use merak_zero::{OptimizerKind, ScalerState, StepCounts};
 use serde::{Deserialize, Serialize};
 
 /// The state of a run in the header of its checkpoint.
@@ -15,7 +15,7 @@ pub(super) struct RunState {
     /// Tokens of the global batches of these steps.
     pub(super) tokens: u64,
     /// Updates done and skipped, which set the learning rate and the optimizer's time.
-    pub(super) progress: Progress,
+    pub(super) progress: StepCounts,
     /// Where a loss scale stands that changes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) scaler: Option<ScalerState>,
@@ -67,9 +67,9 @@ impl RunState {
             return serde_json::from_value(state.clone());
         };
         let Imported { step, optimizer } = serde_json::from_value(imported.clone())?;
-        let progress = Progress {
+        let progress = StepCounts {
             steps: step as u64,
-            ..Progress::default()
+            ..StepCounts::default()
         };
         // Made from field names, so that missing fields are read as in states of earlier versions.
         let fields = serde_json::json!({

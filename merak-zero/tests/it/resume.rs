@@ -2,7 +2,7 @@
 
 use crate::fixture::{config, data_parallel, grads, len, lr, noises, params};
 use merak_mpu::testing::world;
-use merak_zero::{Progress, ZeroOptimizer, ZeroStage};
+use merak_zero::{StepCounts, ZeroOptimizer, ZeroStage};
 use std::collections::BTreeMap;
 
 /// Optimizer state by parameter, kind and element, as a checkpoint would hold it.
@@ -98,7 +98,7 @@ fn a_resume_without_its_progress_is_another_run() {
         let state = optimizer.state().into_owned();
         run(&mut optimizer, &mut weights, 2..3);
         optimizer.edit_state(|own| *own = state).unwrap();
-        optimizer.set_progress(Progress::default());
+        optimizer.set_progress(StepCounts::default());
         run(&mut optimizer, &mut forgetful, 2..3);
         weights != forgetful
     });
