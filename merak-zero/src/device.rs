@@ -213,8 +213,13 @@ fn pieces(
             groups.len() - 1
         });
         let pieces = &mut groups[index].1;
+        // What is adjacent in masters need not be in gradients of all elements.
+        let follows = |last: &StepRange| {
+            let ends = [last.params.end, last.grads.end, last.state.end];
+            last.decays == spec.decay && ends == [params.start, grads.start, state.start]
+        };
         match pieces.last_mut() {
-            Some(last) if last.decays == spec.decay && last.params.end == params.start => {
+            Some(last) if follows(last) => {
                 last.params.end = params.end;
                 last.grads.end = grads.end;
                 last.state.end = state.end;

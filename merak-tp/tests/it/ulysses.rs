@@ -99,6 +99,7 @@ fn check_gathering(
         Sequence::Cut { dim } => Sequence::WholeLikeCut { dim },
         whole => whole,
     };
+    let is_in_order = tensor.lists.weight_change_list.is_empty();
     let tensor = tensor.clone().with_sequence(whole_sequences);
     let (_, alike) = split(config, options, &tensor, &along(LIKE));
     let alike = alike.expect("nothing is cut").graph;
@@ -109,7 +110,10 @@ fn check_gathering(
         if matches!(b.op, Op::Concat { .. }) {
             inputs.dedup();
         }
-        assert_eq!((&a.scope, &a.inputs), (&b.scope, &inputs));
+        // Slices of a shared weight and of ids may come in another order within a module.
+        let inputs = is_in_order.then_some((&a.inputs, &inputs));
+        assert_eq!(a.scope, b.scope);
+        assert!(inputs.is_none_or(|(a, b)| a == b), "{a:?} {b:?}");
     }
     let loss = on_one_rank(&whole).loss;
     for step in on_mesh(&alike, degrees) {
