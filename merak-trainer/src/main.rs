@@ -95,6 +95,8 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(cli::has_colours())
+        // Where nobody reads any more, it would panic about that.
+        .log_internal_errors(false)
         .with_writer({
             let screen = screen.clone();
             move || screen.clone()

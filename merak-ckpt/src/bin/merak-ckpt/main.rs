@@ -112,6 +112,8 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(cli::has_colours())
+        // Where nobody reads any more, it would panic about that.
+        .log_internal_errors(false)
         .with_writer(|| cli::StandardError)
         .init();
     if let Err(error) = cli::survive_size_limit() {

@@ -1,5 +1,7 @@
 //! What a training prints: its plan, its events, its figures.
 
+use std::process::Stdio;
+
 use insta::assert_snapshot;
 
 use super::Workplace;
@@ -43,6 +45,16 @@ fn events_name_their_rank_step_stage_and_microbatch() {
     let event = "rank{rank=1}:step{step=2 part=Train}:microbatch{stage=1 microbatch=3 kind=B}: \
                  merak_pipe::engine: action";
     assert!(ended.stderr.contains(event), "{}", ended.stderr);
+}
+
+#[test]
+fn a_training_goes_on_when_nobody_reads_its_messages_any_more() {
+    let place = Workplace::new();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = place.command("train merak.toml --log debug");
+    let status = command.stdout(Stdio::null()).stderr(writer).status();
+    assert_eq!(status.unwrap().code(), Some(0));
 }
 
 #[test]
