@@ -113,7 +113,7 @@ const SEARCHED: &[(&str, &str)] = &[
 
 const OPTIONS: Shown = Run(
     "src/commands/session.rs",
-    "every_option_of_generation_follows_its_key",
+    "every_option_of_generation_follows_its_key_and_has_the_default_of_merak_ckpt",
 );
 const SEARCHES: Shown = Run(
     "tests/it/parity/search.rs",
