@@ -88,8 +88,8 @@ impl Product {
 ///
 /// # Shapes
 /// `weights`: runs of adjacent elements, each with the index of its first one, of the matrix
-/// `[outputs, inputs]`, or `[inputs, outputs]` if `is_transposed`; a kernel's further dims belong to
-/// the inputs. `[a, b]`: `[rank, inputs]`, `[outputs, rank]`. Result: `[outputs]`.
+/// `[outputs, inputs]`, or `[inputs, outputs]` if `is_transposed`; a kernel's further dims belong
+/// to the inputs. `[a, b]`: `[rank, inputs]`, `[outputs, rank]`. Result: `[outputs]`.
 ///
 /// # Panics
 /// When the lengths fit no such shapes.

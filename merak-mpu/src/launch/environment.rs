@@ -307,7 +307,7 @@ const HALVES: [(&str, &[&str]); 9] = [
     (PMIX_RANK, &["RANK", "WORLD_SIZE"]),
 ];
 
-/// A process's number under an MPI library's process management, PMIx.
+/// A process's number under an MPI library's process management, `PMIx`.
 const PMIX_RANK: &str = "PMIX_RANK";
 
 /// How the names of variables end that count processes, and number none.
@@ -516,14 +516,12 @@ impl Variables<'_> {
         let Some((name, value)) = self.one_of(names) else {
             return Ok(None);
         };
-        match value.trim().parse() {
-            Ok(number) => Ok(Some((name, number))),
-            Err(_) => {
-                let counts = COUNTS.iter().any(|end| name.ends_with(end));
-                let least = u8::from(counts);
-                Err(bad(name, &value, format!("a whole number from {least}")))
-            }
-        }
+        let Ok(number) = value.trim().parse() else {
+            let counts = COUNTS.iter().any(|end| name.ends_with(end));
+            let least = u8::from(counts);
+            return Err(bad(name, &value, format!("a whole number from {least}")));
+        };
+        Ok(Some((name, number)))
     }
 
     /// Refuses the value of a variable that is not legal. Without a variable nobody gave a value.

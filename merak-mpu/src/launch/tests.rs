@@ -191,6 +191,7 @@ fn the_launcher_that_started_the_process_itself_counts() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of variables")]
 fn half_an_environment_is_refused_by_the_missing_variable() {
     let missing = |table, name| told(&with(table, &[(name, "-")]));
     let without = |found: &str, variable: &str| {
