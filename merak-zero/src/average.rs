@@ -30,8 +30,8 @@ pub(crate) fn start(params: &[f32], averages: &mut [f32], places: &[Place]) {
 
 /// Moves each average towards its parameter: `decay` of it stays, the rest is the parameter's.
 ///
-/// Both products and the sum are rounded to f32, so any cut over ranks and threads gives the same
-/// bits.
+/// Both factors, the products and the sum are f32, so any cut over ranks and threads gives the same
+/// bits. The factors sum to one after rounding too: averages of a weight that rests do not drift.
 pub(crate) fn follow(
     decay: f64,
     params: &[f32],
@@ -39,7 +39,8 @@ pub(crate) fn follow(
     places: &[Place],
     threads: usize,
 ) {
-    let (kept, taken) = (decay as f32, (1.0 - decay) as f32);
+    let kept = decay as f32;
+    let taken = 1.0 - kept;
     let blocks = pieces(params, averages, places)
         .into_iter()
         .flat_map(|(average, param)| {
@@ -94,7 +95,7 @@ mod tests {
         for step in 1..4 {
             let params = noise(len, step);
             for (average, param) in expected.iter_mut().zip(&params) {
-                *average = 0.9_f32 * *average + 0.1_f32 * param;
+                *average = 0.9_f32 * *average + (1.0 - 0.9_f32) * param;
             }
             follow(0.9, &params, &mut alone, &whole, 3);
             let mut apart = params.clone();
@@ -106,6 +107,21 @@ mod tests {
         let params = noise(len, 9);
         follow(0.0, &params, &mut alone, &whole, 2);
         assert!(alone == params);
+    }
+
+    #[test]
+    fn the_average_of_a_weight_that_rests_stays_where_it_is() {
+        let (weight, whole) = ([0.7_f32], [[0..1, 0..1]]);
+        for decay in [0.9, 0.999, 0.9999, 0.99999] {
+            let mut average = weight;
+            for _ in 0..200_000 {
+                follow(decay, &weight, &mut average, &whole, 1);
+            }
+            assert!(
+                (average[0] / 0.7 - 1.0).abs() < 1e-6,
+                "{decay}: {average:?}"
+            );
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ pub(super) fn of_averages(name: &str) -> String {
 
 impl MerakTrainer {
     /// What `measure` finds with the averages in the place of the weights, under names of their
-    /// own; nothing where none are kept. The weights have their bits again behind it.
+    /// own; nothing where none are kept. The weights have their bits again after it.
     ///
     /// # Communication
     /// That of `measure`, and twice that of [`RankStages::swap_average`].

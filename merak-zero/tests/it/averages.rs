@@ -20,7 +20,7 @@ fn averaged(weights: &[Vec<f32>]) -> Vec<f32> {
     let mut averages = weights[0].clone();
     for weights in &weights[1..] {
         for (average, weight) in averages.iter_mut().zip(weights) {
-            *average = 0.9_f32 * *average + 0.1_f32 * weight;
+            *average = 0.9_f32 * *average + (1.0 - 0.9_f32) * weight;
         }
     }
     averages

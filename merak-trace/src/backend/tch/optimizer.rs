@@ -196,14 +196,16 @@ impl Tch {
     ) -> Result<()> {
         self.enter();
         let (params, averages) = (own(params)?, own(averages)?);
+        // Factors that sum to one as f32.
+        let kept = f64::from(decay as f32);
         for piece in pieces {
             let view = |buffer: &TchBuffer, range: &Range<usize>| {
                 buffer.flat.f_narrow(0, int(range.start), int(range.len()))
             };
             let follow = || {
-                let taken = view(params, &piece.params)?.f_mul_scalar(1.0 - decay)?;
+                let taken = view(params, &piece.params)?.f_mul_scalar(1.0 - kept)?;
                 let mut average = view(averages, &piece.state)?;
-                average.f_mul_scalar_(decay)?.f_add_(&taken)
+                average.f_mul_scalar_(kept)?.f_add_(&taken)
             };
             let _ = follow().map_err(at("average of the weights"))?;
         }
@@ -453,7 +455,7 @@ mod tests {
                 .unwrap();
             for piece in pieces() {
                 for (i, state) in piece.params.zip(piece.state) {
-                    expected[state] = 0.9_f32 * expected[state] + 0.1_f32 * noise(seed)[i];
+                    expected[state] = 0.9_f32 * expected[state] + (1.0 - 0.9_f32) * noise(seed)[i];
                 }
             }
         }

@@ -55,7 +55,7 @@ fn averaged(weights: &[Tensors]) -> Tensors {
     for weights in &weights[1..] {
         for (name, averages) in &mut averages {
             for (average, weight) in averages.iter_mut().zip(&weights[name]) {
-                *average = 0.9_f32 * *average + 0.1_f32 * weight;
+                *average = 0.9_f32 * *average + (1.0 - 0.9_f32) * weight;
             }
         }
     }
