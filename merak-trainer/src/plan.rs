@@ -4,12 +4,14 @@
 mod draft;
 mod groups;
 mod loss;
+mod magnitudes;
 mod outputs;
 
 pub(crate) use draft::SegmentedGraph;
 pub use draft::{Draft, PlanInputs};
 pub(crate) use groups::ParamGroups;
 pub use loss::{CustomLoss, LossCount, LossFn};
+pub(crate) use magnitudes::magnitude;
 pub use merak_partition::{FasterSchedule, Prediction, StageTimes};
 pub use outputs::ForwardOutput;
 
@@ -127,7 +129,9 @@ impl Plan {
     ) -> Result<Self> {
         let (draft, SegmentedGraph { graph, segments }) = Draft::new(inputs, args)?;
         let pipeline = Pipeline::new(graph, segments, pipeline_options(args)?, costs)?;
-        Ok(Self { draft, pipeline })
+        let plan = Self { draft, pipeline };
+        magnitudes::check(&plan)?;
+        Ok(plan)
     }
 
     /// The same plan for a run that trains nothing: no rank keeps gradients, optimizer state or

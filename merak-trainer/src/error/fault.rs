@@ -144,6 +144,12 @@ impl PlanError {
                 vec!["autopipe.memory_limit"]
             }
             Self::AdapterFile { .. } | Self::NothingTrained => vec!["lora_config"],
+            Self::AbsentWeight { .. } => vec![
+                "tp_layer_lists.weight_change_list",
+                "tp_layer_lists.col_para_list",
+                "tp_layer_lists.row_para_list",
+                "pp",
+            ],
             _ => Vec::new(),
         }
     }

@@ -136,6 +136,19 @@ pub enum PlanError {
         /// The layers.
         layers: String,
     },
+    /// A magnitude without the weight at whose norms it starts.
+    #[error(
+        "`{magnitude}` starts at the norms of `{weight}`, which pipeline stage {stage} gets as a value from another one: \
+         choose tensor-parallel lists that cut the weight alike for all its layers, or \"pp\" 1"
+    )]
+    AbsentWeight {
+        /// The magnitude.
+        magnitude: String,
+        /// The weight.
+        weight: String,
+        /// The stage of the magnitude.
+        stage: usize,
+    },
     /// A run in which everything is frozen.
     #[error(
         "every parameter is frozen: `inference_mode` in \"lora_config\" is for adapters that are not trained"

@@ -3,7 +3,7 @@
 
 use super::RankStages;
 use super::params::Floats;
-use crate::error::Result;
+use crate::{error::Result, plan::magnitude};
 use merak_ckpt::{FactorName, FactorRole};
 use merak_mpu::ReduceOp;
 use merak_trace::{Axis, Coord, Param};
@@ -127,12 +127,6 @@ impl RankStages {
         let mut params = self.table.iter().enumerate();
         params.find(|(_, weight)| weight.name == beside.param)
     }
-}
-
-/// The name of a magnitude; `None` for other parameters.
-fn magnitude(param: &Param) -> Option<FactorName<'_>> {
-    let name = FactorName::parse(&param.name)?;
-    (name.role == FactorRole::Magnitude && param.beside.is_some()).then_some(name)
 }
 
 /// Whether tensor-parallel ranks have different parts of a parameter.

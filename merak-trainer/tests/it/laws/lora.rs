@@ -117,7 +117,10 @@ fn magnitudes_of_a_tied_head_start_at_its_norms_however_the_lists_cut_the_table(
         r#"[["wte", 0], ["lm_head", 1]]"#,
         r#"[["wte", 1], ["lm_head", 0]]"#,
     ];
-    let cases = slices.map(|slices| split.clone().with("weight_change_list", slices));
+    let within = slices.map(|slices| split.clone().with("weight_change_list", slices));
+    let mut cases = within.to_vec();
+    cases.push(within[2].clone().sharing(2));
+    cases.push(within[1].clone().on((1, 2, 2)));
     sp::check(&case, &cases, 3);
 }
 
