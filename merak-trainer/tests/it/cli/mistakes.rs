@@ -419,6 +419,18 @@ fn keys_of_other_programs_are_found() {
 }
 
 #[test]
+fn magnitudes_that_lists_part_from_their_weight_are_refused() {
+    let place = Workplace::new();
+    place.write(
+        "dora.json",
+        "{\"r\": 4, \"target_modules\": [\"lm_head\"], \"use_dora\": true}",
+    );
+    let adapted = "train merak.toml --dry-run --lora_config dora.json --tp 2 --pp 2";
+    place.succeed(&format!(r#"{adapted} --weight_change_list [["wte",1]]"#));
+    assert_snapshot!(place.mistake(&format!(r#"{adapted} --weight_change_list [["wte",1],["lm_head",0]]"#)), @r#"error: `lm_head.lora_magnitude_vector.default.weight` starts at the norms of `transformer.wte.weight`, which pipeline stage 1 gets as a value from another one: choose tensor-parallel lists that cut the weight alike for all its layers, or "pp" 1 ("tp_layer_lists.weight_change_list", command line --weight_change_list)"#);
+}
+
+#[test]
 fn what_does_not_fit_names_the_key_the_place_and_the_file() {
     let place = Workplace::new();
     let train = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
@@ -446,11 +458,6 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
     assert_snapshot!(train("--model.hf_dir text"), @r#"error: cannot read text/config.json: the file is missing ("model.hf_dir", command line --model.hf_dir)"#);
     assert_snapshot!(train("--lora_config rank.json"), @r#"error: cannot read rank.json: `rank` is 4, which is not supported; did you mean "r"? ("lora_config", command line --lora_config)"#);
     assert_snapshot!(train("--lora_config target.json"), @r#"error: target.json: no layer is one of the `target_modules` ["nothing"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte ("lora_config", command line --lora_config)"#);
-    place.write(
-        "dora.json",
-        "{\"r\": 4, \"target_modules\": [\"lm_head\"], \"use_dora\": true}",
-    );
-    assert_snapshot!(train(r#"--lora_config dora.json --tp 2 --pp 2 --weight_change_list [["wte",1],["lm_head",0]]"#), @r#"error: `lm_head.lora_magnitude_vector.default.weight` starts at the norms of `transformer.wte.weight`, which pipeline stage 1 gets as a value from another one: choose tensor-parallel lists that cut the weight alike for all its layers, or "pp" 1 ("tp_layer_lists.weight_change_list", command line --weight_change_list)"#);
     // An adapter's name is checked whether or not there is an adapter.
     for name in ["lora_A", "weight", "a.b", ""] {
         let message = train(&format!("--adapter_name={name}"));
