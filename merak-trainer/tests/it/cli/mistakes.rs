@@ -425,7 +425,11 @@ fn magnitudes_that_lists_part_from_their_weight_are_refused() {
         "dora.json",
         "{\"r\": 4, \"target_modules\": [\"lm_head\"], \"use_dora\": true}",
     );
-    let adapted = "train merak.toml --dry-run --lora_config dora.json --tp 2 --pp 2";
+    let mut json = model();
+    json["vocab_size"] = 258.into(); // an even number, which two ranks share out
+    place.write("even.json", &json.to_string());
+    let adapted = "train merak.toml --dry-run --model.config even.json --lora_config dora.json \
+                   --tp 2 --pp 2";
     place.succeed(&format!(r#"{adapted} --weight_change_list [["wte",1]]"#));
     assert_snapshot!(place.mistake(&format!(r#"{adapted} --weight_change_list [["wte",1],["lm_head",0]]"#)), @r#"error: `lm_head.lora_magnitude_vector.default.weight` starts at the norms of `transformer.wte.weight`, which pipeline stage 1 gets as a value from another one: choose tensor-parallel lists that cut the weight alike for all its layers, or "pp" 1 ("tp_layer_lists.weight_change_list", command line --weight_change_list)"#);
 }
