@@ -113,9 +113,11 @@ impl Collective {
     /// Leaves the buffer of member `rank`, whose fingerprint is that of the first. To the member
     /// that comes last it returns the bytes of all buffers.
     pub(super) fn deposit(&self, rank: usize, input: Box<dyn Buffer>) -> Option<usize> {
+        let n = lock(&self.deposits).len();
+        // Members touch the memory of their results at the same time, so without the lock.
+        let output = ChunkPlan::output_len(&self.fingerprint, rank, n);
+        let output = output.map(|len| input.zeros_like(len));
         let mut deposits = lock(&self.deposits);
-        let output = ChunkPlan::output_len(&self.fingerprint, rank, deposits.len())
-            .map(|len| input.zeros_like(len));
         deposits[rank] = Some(Deposit { input, output });
         if !deposits.iter().all(Option::is_some) {
             return None;
