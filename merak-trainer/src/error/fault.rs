@@ -134,7 +134,7 @@ impl DataError {
 impl PlanError {
     fn keys(&self) -> Vec<&'static str> {
         match self {
-            Self::UnknownToken { key, .. } => vec![key],
+            Self::UnknownToken { key, .. } | Self::UnknownPart { key, .. } => vec![key],
             Self::SequenceDim { .. } => vec!["sequence_dim"],
             Self::FewerLayers { .. } => vec!["pp"],
             Self::FewMicrobatches { .. } => vec!["gradient_accumulation_steps", "train_schedule"],

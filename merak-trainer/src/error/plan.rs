@@ -1,7 +1,8 @@
 //! Errors of planning.
 
 use super::words::of_model_file;
-use merak_ckpt::words::{Bytes, file, sentence};
+use merak_ckpt::words::{Bytes, brief, file, sentence};
+use merak_mpu::names::did_you_mean;
 use std::path::PathBuf;
 
 /// Why a model cannot be planned as the arguments say.
@@ -73,6 +74,21 @@ pub enum PlanError {
         token: u32,
         /// Size of the model's vocabulary.
         vocab: usize,
+    },
+    /// A part of names that no parameter of the model has in its name.
+    #[error(
+        "\"{key}\" has \"{}\", expected a part of a parameter's name such as \"{example}\"{}",
+        brief(found), did_you_mean(nearest.as_deref())
+    )]
+    UnknownPart {
+        /// The key.
+        key: &'static str,
+        /// The part.
+        found: String,
+        /// The name of the model's first parameter.
+        example: String,
+        /// The most similar part of a name.
+        nearest: Option<String>,
     },
     /// Activations that need more than their budget, even with everything recomputed.
     #[error(

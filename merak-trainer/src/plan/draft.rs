@@ -3,7 +3,7 @@
 use crate::{
     config::{BackendChoice, CheckedArguments, InputPath, given_list},
     error::{Error, PlanError, Result},
-    plan::{BASE_NAME, CustomLoss, Lora, LossCount, LossFn, loss::WithLoss},
+    plan::{BASE_NAME, CustomLoss, Lora, LossCount, LossFn, groups, loss::WithLoss},
 };
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
@@ -124,6 +124,7 @@ impl Draft {
             .with_sequence(sequence(args));
         let adapted = with_adapter(traced, inputs.lora.clone(), info.family, kept);
         let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
+        groups::check(args, &graph)?;
         let mut rewritten = split_layers(&graph, &split, inputs, args)?;
         rewritten.report.choices = choices;
         let sequence = Options::along_sequence(args.sp, along_sequence(args), args.sp_method);

@@ -1,7 +1,11 @@
 //! What the optimizer is told of each parameter: whether it decays, how fast it learns, and whether
 //! it is a hidden matrix.
 
-use crate::config::CheckedArguments;
+use crate::{
+    config::CheckedArguments,
+    error::{Error, PlanError, Result},
+};
+use merak_mpu::names::nearest;
 use merak_partition::head_params;
 use merak_trace::{Graph, Param, ParamRole};
 use merak_zero::ParamSpec;
@@ -56,6 +60,39 @@ impl<'a> ParamGroups<'a> {
             None => 0,
         }
     }
+}
+
+/// Checks that each part of a name that the arguments give is in the name of a parameter of the
+/// whole model, frozen ones included: a rank has those of its stages only.
+///
+/// # Errors
+/// [`PlanError::UnknownPart`].
+pub(super) fn check(args: &CheckedArguments, model: &Graph) -> Result<()> {
+    let names: Vec<&str> = model.params().iter().map(|p| p.name.as_str()).collect();
+    let scaled = args.lr_scales.0.keys().map(|part| ("lr_scales", part));
+    let kept = args.no_decay_names.iter().flatten();
+    let mut given = scaled.chain(kept.map(|part| ("no_decay_names", part)));
+    let is_known = |part: &str| names.iter().any(|name| name.contains(part));
+    let Some((key, part)) = given.find(|(_, part)| !is_known(part)) else {
+        return Ok(());
+    };
+    Err(Error::Plan(PlanError::UnknownPart {
+        key,
+        found: part.clone(),
+        example: names.first().copied().unwrap_or_default().to_owned(),
+        nearest: nearest_part(part, &names),
+    }))
+}
+
+/// The most similar part of a name with as many words.
+fn nearest_part(part: &str, names: &[&str]) -> Option<String> {
+    let num_words = part.trim_matches('.').split('.').count();
+    let parts_of = |name: &&str| -> Vec<String> {
+        let words: Vec<_> = name.split('.').collect();
+        words.windows(num_words).map(|run| run.join(".")).collect()
+    };
+    let parts: BTreeSet<String> = names.iter().flat_map(parts_of).collect();
+    nearest(part, parts.iter().map(String::as_str)).map(str::to_owned)
 }
 
 /// The first number in the path of a parameter.

@@ -81,6 +81,16 @@ fn numbers_outside_of_their_range_blame_the_key_or_its_entry() {
 }
 
 #[test]
+fn parts_of_names_that_no_parameter_has_are_refused() {
+    let place = Workplace::new();
+    let train = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
+    assert_snapshot!(train(r#"--lr_scales {"c_fc":2,"c_fcc":0}"#), @r#"error: "lr_scales" has "c_fcc", expected a part of a parameter's name such as "transformer.wte.weight"; did you mean "c_fc"? (command line --lr_scales)"#);
+    assert_snapshot!(train(r#"--no_decay_names ["wpe","transformer.h.9.mlp."]"#), @r#"error: "no_decay_names" has "transformer.h.9.mlp.", expected a part of a parameter's name such as "transformer.wte.weight"; did you mean "transformer.h.0.mlp"? (command line --no_decay_names)"#);
+    // Parameters of all stages count, whichever of them a rank has.
+    place.succeed(r#"train merak.toml --dry-run --pp 2 --lr_scales {"wte":0,"ln_f":2}"#);
+}
+
+#[test]
 fn missing_and_unusable_files_are_named() {
     let place = Workplace::new();
     place.write("empty/a.txt", "");
