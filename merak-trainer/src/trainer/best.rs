@@ -9,6 +9,7 @@ use crate::{
 use merak_ckpt::{Checkpoint, Store, replace_lora};
 use merak_mpu::ReduceOp;
 use merak_mpu::names::nearest;
+use merak_zero::EMA;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -114,10 +115,11 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// Takes the weights of the best checkpoint in place of those of the last step.
+    /// Takes the weights of the best checkpoint, and their averages where these are kept, in place
+    /// of those of the last step.
     ///
     /// # Communication
-    /// An all-reduce of 8 bytes over the world.
+    /// An all-reduce of 8 bytes over the world, and what the last step has not gathered yet.
     pub(super) fn load_best(&mut self) -> Result<Option<BestModel>> {
         let Some(best) = self.best else {
             if self.stages.mpu.is_rank_0() {
@@ -152,10 +154,20 @@ impl MerakTrainer {
                     return Err(Error::Resume(ResumeError::OtherModel { path, difference }));
                 }
                 let weights = self.read_weights(&checkpoint, false)?;
-                Ok((checkpoint, weights))
+                let averages = if self.stages.keeps_average() {
+                    Some(self.read_optimizer(&checkpoint, |name| name == EMA)?)
+                } else {
+                    None
+                };
+                Ok((checkpoint, weights, averages))
             });
-        let (checkpoint, weights) = self.on_all_ranks(read)?;
+        let (checkpoint, weights, averages) = self.on_all_ranks(read)?;
         self.set_weights(&weights)?;
+        // A checkpoint without optimizer state has no averages: they begin as its weights.
+        self.stages.start_average()?;
+        if let Some(averages) = averages {
+            self.set_optimizer(averages)?;
+        }
         if self.stages.mpu.is_rank_0() && self.stages.plan.draft.lora.is_some() {
             replace_lora(&checkpoint, folder.join(ADAPTER))?;
         }

@@ -176,7 +176,7 @@ impl MerakTrainer {
     /// This rank's part of a checkpoint that fits; changes nothing.
     fn read(&self, checkpoint: &Checkpoint, state: Option<RunState>) -> Result<ReadState> {
         let optimizer = if state.is_some() && !self.args.finetune && !self.args.no_load_optim {
-            Some(self.read_optimizer(checkpoint)?)
+            Some(self.read_optimizer(checkpoint, |_| true)?)
         } else {
             None
         };
@@ -197,13 +197,7 @@ impl MerakTrainer {
         self.set_weights(&weights)?;
         self.stages.start_average()?;
         if let Some(values) = optimizer {
-            self.stages.optimizer.edit_state(|state| {
-                for (slice, values) in state.slices_mut().zip(values) {
-                    if let Some(values) = values {
-                        slice.values.copy_from_slice(&values);
-                    }
-                }
-            })?;
+            self.set_optimizer(values)?;
         }
         if self.stages.mpu.is_rank_0() {
             let (plan, parts) = (&self.stages.plan, &self.parts);
@@ -251,6 +245,17 @@ impl MerakTrainer {
             self.stages.start_magnitudes()?;
         }
         Ok(())
+    }
+
+    /// Takes the optimizer state that was read; what is `None` stays as it is.
+    pub(super) fn set_optimizer(&mut self, values: Vec<Option<Vec<f32>>>) -> Result<()> {
+        Ok(self.stages.optimizer.edit_state(|state| {
+            for (slice, values) in state.slices_mut().zip(values) {
+                if let Some(values) = values {
+                    slice.values.copy_from_slice(&values);
+                }
+            }
+        })?)
     }
 
     /// Restores step, loss scale, seeds and the place in the data.
@@ -316,13 +321,20 @@ impl MerakTrainer {
         params.enumerate().map(read).collect()
     }
 
-    /// The optimizer state that this rank owns, in the order of its slices; `None` for averages
-    /// that the checkpoint lacks.
-    fn read_optimizer(&self, checkpoint: &Checkpoint) -> Result<Vec<Option<Vec<f32>>>> {
+    /// The optimizer state that this rank owns, in the order of its slices; `None` for names that
+    /// are not wanted, and for averages that the checkpoint lacks.
+    pub(super) fn read_optimizer(
+        &self,
+        checkpoint: &Checkpoint,
+        is_wanted: impl Fn(&str) -> bool,
+    ) -> Result<Vec<Option<Vec<f32>>>> {
         let state = self.stages.optimizer.state();
         let params = &self.stages.table;
         let trained = self.stages.trained();
         let read = |slice: merak_zero::StateSlice<&[f32]>| {
+            if !is_wanted(slice.name) {
+                return Ok(None);
+            }
             let param = &params[trained[slice.param]];
             let place = state_layout(&self.layout(param)?, slice.without)?;
             let kind = Kind::optimizer(slice.name);

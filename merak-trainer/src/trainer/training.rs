@@ -37,8 +37,8 @@ pub struct TrainOutput {
     pub stopped_by: Option<Stop>,
     /// The evaluation of the last step that was made, if it was evaluated.
     pub evaluation: Option<EvaluationMetrics>,
-    /// The checkpoint whose weights the trainer now has, with `load_best_model_at_end`; the
-    /// optimizer's state stays that of the last step.
+    /// The checkpoint whose weights and averages of them the trainer now has, with
+    /// `load_best_model_at_end`; the rest of the optimizer's state stays that of the last step.
     pub best: Option<BestModel>,
 }
 

@@ -85,6 +85,44 @@ fn the_best_model_is_kept_and_loaded_on_any_topology() {
 }
 
 #[test]
+fn the_averages_of_the_best_model_are_loaded_with_its_weights() {
+    for (degrees, zero) in [((1, 1, 1), 0), ((2, 1, 2), 1), ((2, 2, 1), 3)] {
+        for lacks_state in [false, true] {
+            let folder = tempdir().expect("a temporary folder");
+            let case = judged()
+                .on(degrees)
+                .with("zero_stage", zero)
+                .with("ema_decay", 0.5)
+                .with("learning_rate", 3e-3)
+                .with("no_save_optim", lacks_state)
+                .writing(folder.path());
+            let judged = case.on_ranks(|trainer| {
+                trainer.train_step()?;
+                trainer.train_step()?;
+                trainer.evaluate()
+            });
+            let loaded = case.on_ranks(|trainer| {
+                let best = trainer.train()?.best.expect("losses are finite");
+                assert_eq!(best.step, 2);
+                trainer.evaluate()
+            });
+            let (judged, loaded) = (&judged[0], &loaded[0]);
+            assert_eq!(loaded.eval_loss.to_bits(), judged.eval_loss.to_bits());
+            let average = judged.get("eval_ema_loss");
+            assert_ne!(average, Some(judged.eval_loss));
+            // Without the optimizer's state, averages begin as the weights.
+            let expected = if lacks_state {
+                Some(judged.eval_loss)
+            } else {
+                average
+            };
+            let what = format!("{degrees:?}, stage {zero}, lacks state: {lacks_state}");
+            assert_eq!(loaded.get("eval_ema_loss"), expected, "{what}");
+        }
+    }
+}
+
+#[test]
 fn a_resumed_run_knows_what_was_best_before() {
     let case = judged()
         .with("eval_steps", 1)
