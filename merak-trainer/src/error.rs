@@ -9,7 +9,9 @@ mod resume;
 mod words;
 
 pub(crate) use self::words::NO_LENGTH;
-use self::words::{at_scale, of_a_split, or_scale, sides_of, stages_of, with_key_and_place};
+use self::words::{
+    at_scale, last_of, of_a_split, or_scale, sides_of, stages_of, with_key_and_place,
+};
 pub use self::{
     config::ConfigError, data::DataError, folder::FolderError, plan::PlanError,
     resume::ResumeError, words::StepPart,
@@ -87,17 +89,19 @@ pub enum Error {
     Resume(#[from] ResumeError),
     /// Gradients that are never finite.
     #[error(
-        "{steps} steps in a row changed nothing, step {step} because the gradient of \"{param}\" is not finite{}: look \
+        "{steps} steps in a row changed nothing, {} because the gradient of \"{param}\" is not finite{}: look \
          for numbers in the data or the starting weights that are not finite or very large, or choose a smaller \
          \"learning_rate\"{} (\"max_skipped_steps\" is {limit})",
-        at_scale(*loss_scale), or_scale(*loss_scale)
+        last_of(*first, *step), at_scale(*loss_scale), or_scale(*loss_scale)
     )]
     SkippedSteps {
         /// Steps that were skipped.
         steps: u64,
+        /// The first of them.
+        first: usize,
         /// The last of them.
         step: usize,
-        /// The first parameter concerned.
+        /// The first parameter concerned in the last of them.
         param: String,
         /// How many may be skipped.
         limit: usize,

@@ -61,6 +61,15 @@ pub(super) fn replaced_run(aside: Option<&Path>) -> String {
     aside.map(text).unwrap_or_default()
 }
 
+/// Steps in a row, with the last one as what the sentence goes on about.
+pub(super) fn last_of(first: usize, last: usize) -> String {
+    if first == last {
+        format!("step {last}")
+    } else {
+        format!("from step {first} on, and step {last}")
+    }
+}
+
 /// The loss scale at which a step was skipped.
 pub(super) fn at_scale(scale: Option<(f64, &str)>) -> String {
     let text = |(scale, _)| format!(" at the loss scale {scale}");

@@ -178,6 +178,7 @@ impl MerakTrainer {
                 let key = self.args.loss_scale_key();
                 Err(Error::SkippedSteps {
                     steps: progress.skipped_in_a_row,
+                    first: (report.step + 1).saturating_sub(progress.skipped_in_a_row as usize),
                     step: report.step,
                     param: param.clone(),
                     limit,

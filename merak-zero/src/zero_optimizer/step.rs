@@ -146,7 +146,7 @@ impl ZeroOptimizer {
     }
 
     /// Counts a step, and sets the loss scale of the next one; `non_finite` names the first
-    /// parameter because of whose gradient it is skipped.
+    /// parameter because of whose gradient it is skipped. All ranks skip it, and the first tells.
     fn note(&mut self, non_finite: Option<&str>) {
         let Some(param) = non_finite else {
             self.progress.steps += 1;
@@ -158,14 +158,19 @@ impl ZeroOptimizer {
         self.progress.skipped += 1;
         self.progress.skipped_in_a_row += 1;
         let step = self.progress.steps + self.progress.skipped;
+        let tells = self.exchange.group().rank() == 0 && self.model_group.rank() == 0;
         match &mut self.scaler {
             Some(scaler) if !scaler.is_at_floor() => {
                 let loss_scale = scaler.scale();
-                tracing::info!(%param, step, loss_scale, "step skipped: gradient overflows at this loss scale");
+                if tells {
+                    tracing::info!(%param, step, loss_scale, "step skipped: gradient overflows at this loss scale");
+                }
             }
             _ => {
                 self.progress.skipped_at_floor += 1;
-                tracing::warn!(%param, step, "step skipped: gradient is not finite");
+                if tells {
+                    tracing::warn!(%param, step, "step skipped: gradient is not finite");
+                }
             }
         }
         self.scaler.iter_mut().for_each(LossScaler::after_overflow);

@@ -181,8 +181,8 @@ fn tell_steps(output: &TrainOutput, text: &mut String) {
     if output.skipped_steps > 0 {
         let _ = writeln!(
             text,
-            "skipped   {} steps with gradients that were not finite",
-            output.skipped_steps
+            "skipped   {} of the {} steps, as a gradient was not finite",
+            output.skipped_steps, output.steps
         );
     }
     if output.rollbacks > 0 {

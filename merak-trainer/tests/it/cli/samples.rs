@@ -87,7 +87,7 @@ fn gradients_that_are_never_finite_end_a_run() {
         (last, ended.stderr)
     };
     let (message, log) = failed("train merak.toml --max_steps 9 --max_skipped_steps 4");
-    assert_snapshot!(message, @r#"error: 4 steps in a row changed nothing, step 4 because the gradient of "vit.embeddings.cls_token" is not finite: look for numbers in the data or the starting weights that are not finite or very large, or choose a smaller "learning_rate" ("max_skipped_steps" is 4)"#);
+    assert_snapshot!(message, @r#"error: 4 steps in a row changed nothing, from step 1 on, and step 4 because the gradient of "vit.embeddings.cls_token" is not finite: look for numbers in the data or the starting weights that are not finite or very large, or choose a smaller "learning_rate" ("max_skipped_steps" is 4)"#);
     for step in 1..=4 {
         let told = format!(
             "step skipped: gradient is not finite param=vit.embeddings.cls_token step={step}"
@@ -102,10 +102,12 @@ fn gradients_that_are_never_finite_end_a_run() {
         "{log}"
     );
     // All steps of a run that is shorter than the limit.
-    let (message, _) = failed(
+    let (message, log) = failed(
         "train merak.toml --overwrite_output_dir --max_steps 2 --dp 2 --gradient_accumulation_steps 2",
     );
-    assert_snapshot!(message, @r#"error: 2 steps in a row changed nothing, step 2 because the gradient of "vit.embeddings.cls_token" is not finite: look for numbers in the data or the starting weights that are not finite or very large, or choose a smaller "learning_rate" ("max_skipped_steps" is 50)"#);
+    assert_snapshot!(message, @r#"error: 2 steps in a row changed nothing, from step 1 on, and step 2 because the gradient of "vit.embeddings.cls_token" is not finite: look for numbers in the data or the starting weights that are not finite or very large, or choose a smaller "learning_rate" ("max_skipped_steps" is 50)"#);
+    let told = log.matches("step skipped").count();
+    assert_eq!(told, 2, "one rank tells of each step: {log}");
 
     // One bad sample among many costs a step, which is reported and left out of the average.
     write_tensors(
@@ -113,7 +115,8 @@ fn gradients_that_are_never_finite_end_a_run() {
         &with_nan(|row| row == 17 || row == 5),
     );
     let shown = place.succeed("train merak.toml --overwrite_output_dir");
-    assert!(shown.contains("skipped   1 steps"), "{shown}");
+    let skipped = "skipped   1 of the 5 steps, as a gradient was not finite";
+    assert!(shown.contains(skipped), "{shown}");
     assert!(
         !shown.contains("mean loss NaN") && shown.contains("validated loss NaN"),
         "{shown}"
