@@ -142,6 +142,11 @@ pub enum Error {
     /// The gradients of one step were reduced a second time.
     #[error("the gradients of this step are averages already: step before the next reduction")]
     ReducedTwice,
+    /// State that was to lie on a device, and in files as well.
+    #[error(
+        "the state of an optimizer lies on a device or in files: choose `on_device` or `on_disk`"
+    )]
+    TwoPlaces,
     /// The device on which the optimizer steps failed.
     #[error("the device failed at the {what}")]
     Device {

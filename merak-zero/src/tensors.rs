@@ -32,8 +32,8 @@ impl<T: HostTensor> TensorOptimizer<T> {
     /// An all-gather of the names and sizes over the model group.
     ///
     /// # Errors
-    /// [`Error::Tensor`] where a tensor is not in host memory or not f32, and as
-    /// [`ZeroOptimizer::new`].
+    /// [`Error::Tensor`] where a tensor is not in host memory or not f32; [`Error::OutOfRange`] for
+    /// stage 3, and for [`ZeroConfig::has_masters`] in stages 1 and 2; as [`ZeroOptimizer::new`].
     pub fn new(
         params: BTreeMap<String, T>,
         config: ZeroConfig,
@@ -60,14 +60,23 @@ impl<T: HostTensor> TensorOptimizer<T> {
                 "at most 2 for whole tensors",
             ));
         }
+        if config.has_masters && config.stage > ZeroStage::Replicated {
+            let expected = "false for whole tensors in stages 1 and 2";
+            return Err(Error::out_of_range("has_masters", true, expected));
+        }
         let optimizer = ZeroOptimizer::new(specs, GlobalParams::new(all), config, groups)?;
         let len = optimizer.layout().len();
-        Ok(Self {
+        let mut made = Self {
             tensors: params.into_values().collect(),
             params: vec![0.0; len],
             grads: vec![0.0; optimizer.num_gradients()],
             optimizer,
-        })
+        };
+        if made.optimizer.keeps_average() {
+            made.take_params()?;
+            made.optimizer.preview_average(&made.params)?;
+        }
+        Ok(made)
     }
 
     /// Reduces, clips and applies gradients with learning rate `lr`, as [`ZeroOptimizer::step`]
@@ -87,12 +96,7 @@ impl<T: HostTensor> TensorOptimizer<T> {
         lr: f64,
         grad: impl FnMut(&str, &T) -> Option<G>,
     ) -> Result<UpdateReport> {
-        let layout = self.optimizer.layout();
-        for (index, tensor) in self.tensors.iter().enumerate() {
-            let (name, range) = (&layout.params()[index].name, layout.range(index));
-            let own = tensor.lend().map_err(at(name))?;
-            copy(name, &*own, &mut self.params[range])?;
-        }
+        self.take_params()?;
         self.take_gradients(grad)?;
         let report = self.optimizer.step(&mut self.params, &mut self.grads, lr)?;
         if report.skipped.is_some() {
@@ -105,6 +109,17 @@ impl<T: HostTensor> TensorOptimizer<T> {
             flat::write(&mut *own, |to| to.copy_from_slice(&self.params[range]));
         }
         Ok(report)
+    }
+
+    /// Copies the tensors into the flat buffer.
+    fn take_params(&mut self) -> Result<()> {
+        let layout = self.optimizer.layout();
+        for (index, tensor) in self.tensors.iter().enumerate() {
+            let (name, range) = (&layout.params()[index].name, layout.range(index));
+            let own = tensor.lend().map_err(at(name))?;
+            copy(name, &*own, &mut self.params[range])?;
+        }
+        Ok(())
     }
 
     /// Copies the gradients into their buffer, or gives them to the optimizer bucket by bucket

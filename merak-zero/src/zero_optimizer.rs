@@ -168,10 +168,14 @@ impl ZeroOptimizer {
     /// device does not have, whose state stays in host memory.
     ///
     /// # Errors
-    /// When the memory of the device does not suffice.
+    /// [`Error::TwoPlaces`](crate::Error::TwoPlaces) after [`ZeroOptimizer::on_disk`]; when the
+    /// memory of the device does not suffice.
     pub fn on_device(mut self, device: Arc<dyn StepDevice>) -> Result<Self> {
         if self.rule.is_some() || !device.has(self.config.optimizer.optim) {
             return Ok(self);
+        }
+        if matches!(self.room, Room::Files(_)) {
+            return Err(crate::Error::TwoPlaces);
         }
         let extents = [self.exchange.params(), self.exchange.grads()];
         let state = DeviceState::new(device, &self.layout, &self.state, extents)?;
@@ -184,8 +188,12 @@ impl ZeroOptimizer {
     /// [`MappedFloats`](crate::MappedFloats) are. Steps have the same bits.
     ///
     /// # Errors
+    /// [`Error::TwoPlaces`](crate::Error::TwoPlaces) where the state is on a device;
     /// [`Error::StateFile`](crate::Error::StateFile) when the files cannot be had.
     pub fn on_disk(mut self, folder: &Path) -> Result<Self> {
+        if matches!(self.room, Room::Device(_)) {
+            return Err(crate::Error::TwoPlaces);
+        }
         self.room = Room::Files(folder.to_owned());
         self.keep_in_files()?;
         Ok(self)
@@ -247,7 +255,9 @@ impl ZeroOptimizer {
         &self.config
     }
 
-    /// The state of the elements that this rank owns; a copy if it lies on a device.
+    /// The state of the elements that this rank owns; a copy if it lies on a device. Averages of
+    /// weights are zero until the optimizer has seen these, in [`ZeroOptimizer::start_average`] or
+    /// in its first step.
     pub fn state(&self) -> Cow<'_, OwnedState> {
         match &self.room {
             Room::Memory | Room::Files(_) => Cow::Borrowed(&self.state),

@@ -24,8 +24,8 @@ impl ZeroOptimizer {
         self.config.ema_decay.is_some()
     }
 
-    /// Makes the averages those of these parameters alone, as at the start of a run. The first step
-    /// does so by itself where neither this nor [`ZeroOptimizer::edit_state`] was called.
+    /// Makes the averages those of these parameters alone, as at the start of a run. The first step,
+    /// also if it is skipped, does so by itself where neither this nor [`ZeroOptimizer::edit_state`] was called.
     ///
     /// # Errors
     /// When `params` does not fit the layout, or a file for the averages cannot be had.
@@ -64,6 +64,13 @@ impl ZeroOptimizer {
         if self.keeps_average() && !self.average_begun {
             return self.start_average(params);
         }
+        Ok(())
+    }
+
+    /// Makes the averages those of these parameters until the first step, which starts them anew.
+    pub(crate) fn preview_average(&mut self, params: &dyn Buffer) -> Result<()> {
+        self.begin_average(params)?;
+        self.average_begun = false;
         Ok(())
     }
 

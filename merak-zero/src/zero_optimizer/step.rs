@@ -114,8 +114,8 @@ impl ZeroOptimizer {
         let loss_scale = self.scaler.as_ref().map(LossScaler::scale);
         let clip_factor = norm.clip_factor(self.config.max_grad_norm);
         self.note(norm.non_finite.as_deref());
+        self.begin_average(params)?;
         if norm.non_finite.is_none() {
-            self.begin_average(params)?;
             let (config, time) = (&self.config.optimizer, self.progress.steps);
             let grad_scale = clip_factor / loss_scale.unwrap_or(1.0);
             if let Room::Device(device) = &mut self.room {

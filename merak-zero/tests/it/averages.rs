@@ -98,6 +98,20 @@ fn averages_start_as_the_weights_and_go_on_from_a_checkpoint() {
     });
 }
 
+#[test]
+fn a_first_step_that_is_skipped_starts_the_averages_too() {
+    for stage in STAGES {
+        world(2, |member| {
+            let mut optimizer = data_parallel(&member, averaging(stage));
+            let first = noises(1, len());
+            let mut weights = held(&optimizer, &first);
+            let report = step(&mut optimizer, &mut weights, vec![f32::NAN; len()], lr(0));
+            assert!(report.unwrap().skipped.is_some());
+            assert!(has_averages(&optimizer, &first), "{stage:?}");
+        });
+    }
+}
+
 /// Descent that keeps four values of each element.
 #[derive(Debug)]
 struct Four;

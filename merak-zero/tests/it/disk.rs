@@ -1,8 +1,12 @@
 //! State in files steps as state in memory does.
 
-use crate::fixture::{config, data_parallel, grads, held, len, lr, noises, step};
+use crate::{
+    device::Mirror,
+    fixture::{config, data_parallel, grads, held, len, lr, noises, step},
+};
 use merak_mpu::testing::world;
 use merak_zero::{Error, OptimizerKind, ZeroStage};
+use std::sync::Arc;
 
 const STAGES: [ZeroStage; 4] = [
     ZeroStage::Replicated,
@@ -59,5 +63,22 @@ fn a_folder_that_holds_no_files_is_an_error() {
         let optimizer = data_parallel(&member, config(ZeroStage::Replicated));
         let error = optimizer.on_disk(file.path()).unwrap_err();
         assert!(matches!(error, Error::StateFile { .. }), "{error}");
+    });
+}
+
+#[test]
+fn state_lies_on_a_device_or_on_disk_and_not_in_both() {
+    let folder = tempfile::tempdir().unwrap();
+    world(1, |member| {
+        let made = || data_parallel(&member, config(ZeroStage::Replicated));
+        let on_device = made().on_device(Arc::new(Mirror)).unwrap();
+        let on_disk = made().on_disk(folder.path()).unwrap();
+        for twice in [
+            on_device.on_disk(folder.path()),
+            on_disk.on_device(Arc::new(Mirror)),
+        ] {
+            let error = twice.unwrap_err();
+            assert!(matches!(error, Error::TwoPlaces), "{error}");
+        }
     });
 }

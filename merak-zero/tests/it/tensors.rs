@@ -1,8 +1,8 @@
 //! What an optimizer over the tensors of every library does.
 
-use merak_mpu::{DType, HostTensor, Member, into_vec, testing::world, zeros};
+use merak_mpu::{Buffer, DType, HostTensor, Member, into_vec, testing::world, zeros};
 use merak_zero::{
-    Error, OptimizerConfig, ParamSpec, TensorOptimizer, UpdateReport, ZeroConfig, ZeroGroups,
+    EMA, Error, OptimizerConfig, ParamSpec, TensorOptimizer, UpdateReport, ZeroConfig, ZeroGroups,
     ZeroStage,
 };
 use std::{collections::BTreeMap, ops::Range};
@@ -60,6 +60,8 @@ macro_rules! laws {
             a_variable_that_no_rank_used_only_decays
             a_variable_that_cannot_be_stepped_is_named
             an_optimizer_continues_from_the_state_of_another
+            averages_are_the_weights_until_the_first_step
+            a_division_of_the_parameters_is_refused
         );
     };
 }
@@ -237,5 +239,55 @@ pub(crate) fn an_optimizer_continues_from_the_state_of_another<M: Model>() {
         continued.set_progress(first.optimizer().progress());
         train(&resumed, &mut second, 2..4);
         assert_eq!(values(&resumed), values(&unbroken), "the same bits");
+    });
+}
+
+pub(crate) fn averages_are_the_weights_until_the_first_step<M: Model>() {
+    world(1, |member| {
+        let var = M::var(&[0.5, -2.0]);
+        let params = BTreeMap::from([("w".to_owned(), M::again(&var))]);
+        let config = ZeroConfig {
+            ema_decay: Some(0.5),
+            ..config(ZeroStage::OptimizerState)
+        };
+        let mut optimizer =
+            TensorOptimizer::new(params, config, groups(&member), |spec| spec).unwrap();
+        let averages = |optimizer: &TensorOptimizer<M::Var>| -> Vec<f32> {
+            let state = optimizer.optimizer().state();
+            let slices = state.slices().filter(|slice| slice.name == EMA);
+            slices.flat_map(|slice| slice.values.to_vec()).collect()
+        };
+        assert_eq!(averages(&optimizer), [0.5, -2.0]);
+        // They begin anew from what is loaded before the first step.
+        let mut loaded: Box<dyn Buffer> = var.lend().unwrap();
+        loaded.write(&mut |bytes| bytes.fill(0));
+        drop(loaded);
+        M::step_on_sum(&mut optimizer, &var, 1.0, 0.5);
+        let expected: Vec<f32> = values_of(&var).iter().map(|value| value / 2.0).collect();
+        merak_mpu::testing::assert_close(&averages(&optimizer), &expected, 0.0, 1e-6);
+        assert!(expected[0] < -0.2, "{expected:?}");
+    });
+}
+
+pub(crate) fn a_division_of_the_parameters_is_refused<M: Model>() {
+    world(1, |member| {
+        let refused = |stage: ZeroStage, has_masters: bool| {
+            let params = BTreeMap::from([("w".to_owned(), M::var(&[0.5]))]);
+            let config = ZeroConfig {
+                has_masters,
+                ..config(stage)
+            };
+            let made = TensorOptimizer::new(params, config, groups(&member), |spec| spec);
+            made.err().map(|error| error.to_string())
+        };
+        assert_eq!(
+            refused(ZeroStage::Parameters, false).as_deref(),
+            Some("`stage` is 3, expected at most 2 for whole tensors")
+        );
+        assert_eq!(
+            refused(ZeroStage::Gradients, true).as_deref(),
+            Some("`has_masters` is true, expected false for whole tensors in stages 1 and 2")
+        );
+        assert_eq!(refused(ZeroStage::Replicated, true), None);
     });
 }
