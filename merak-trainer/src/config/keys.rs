@@ -177,9 +177,12 @@ settings! {
         /// Whether ZeRO divides the state of an optimizer that the program brings along, which was
         /// not tested with it.
         zero_allow_untested_optimizer: bool = false,
-        /// Elements per all-gather of updated parameters.
+        /// Most elements per all-gather of updated parameters, in stages 1 and 2; it does nothing
+        /// in stage 3 and for trained 16-bit weights, which are gathered before their use, a bucket
+        /// of `zero_reduce_bucket_size` at a time.
         zero_allgather_bucket_size: usize [at_least 1] = 500_000_000,
-        /// Elements per reduction of gradients.
+        /// Most elements per reduction of gradients; a parameter that is not cut and is larger goes
+        /// alone. None is cut from stage 2 on, with 16-bit weights from stage 1 on.
         zero_reduce_bucket_size: usize [at_least 1] = 500_000_000,
         /// Where optimizer state and the `f32` masters of 16-bit weights lie: `host` in host memory
         /// while weights lie on a device, `disk` in files under `output_dir` that are mapped into
