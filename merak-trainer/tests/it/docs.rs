@@ -162,3 +162,27 @@ fn the_page_of_errors_quotes_messages_that_the_sources_have() {
     let unknown: Vec<_> = quoted.iter().filter(|one| !all.contains(**one)).collect();
     assert!(unknown.is_empty(), "no source says {unknown:?}");
 }
+
+#[test]
+fn every_trap_has_tests_that_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let page = fs::read_to_string(root.join("docs/ARCHITECTURE.md")).expect("the page is there");
+    let traps: Vec<_> = page
+        .lines()
+        .filter(|line| line.starts_with("| N"))
+        .collect();
+    assert_eq!(traps.len(), 20);
+    let is_there = |named: &str| {
+        let (path, test) = named.split_once("::")?;
+        let source = fs::read_to_string(root.join(path)).ok()?;
+        let (before, _) = source.split_once(&format!("fn {test}() {{"))?;
+        before.trim_end().ends_with("#[test]").then_some(())
+    };
+    let mut lost = Vec::new();
+    for trap in traps {
+        let named: Vec<_> = trap.split('`').filter(|text| text.contains("::")).collect();
+        assert!(!named.is_empty(), "no test in {trap}");
+        lost.extend(named.into_iter().filter(|named| is_there(named).is_none()));
+    }
+    assert!(lost.is_empty(), "{lost:?}");
+}

@@ -6,7 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Every rank sends two tensors of different types to the next one, before it receives.
+/// Every rank sends three tensors of different shapes and types to the next one, before it
+/// receives. The integers begin with their own number, as a shape might.
 ///
 /// # Panics
 /// When the engine is wrong.
@@ -23,15 +24,23 @@ pub fn ring_exchange(member: &Member) {
             shape: vec![0, 4],
             data: Box::new(Vec::<i64>::new()),
         },
+        Packet {
+            shape: vec![3],
+            data: Box::new(vec![3_i64, -1, 7]),
+        },
     ];
     group.send(next, 1, message).expect("sends do not wait");
     let mut received = group.recv(previous, 1).expect("the previous rank sends");
-    assert_eq!(received.len(), 2);
-    let empty = received.pop().expect("there are two");
+    assert_eq!(received.len(), 3);
+    let integers = received.pop().expect("there are three");
+    assert_eq!(integers.shape, [3]);
+    let integers = into_vec::<i64>(integers.data).expect("the type is kept");
+    assert_eq!(integers, [3, -1, 7]);
+    let empty = received.pop().expect("there are three");
     assert_eq!(empty.shape, [0, 4]);
     let empty = into_vec::<i64>(empty.data).expect("the type is kept");
     assert!(empty.is_empty());
-    let full = received.pop().expect("there are two");
+    let full = received.pop().expect("there are three");
     assert_eq!(full.shape, [2, 3]);
     let data: Vec<f32> = into_vec(full.data).expect("the type is kept");
     assert_eq!(data, [previous as f32; 6]);

@@ -69,7 +69,7 @@ fn training_starts_from_a_hugging_face_folder_on_any_topology() {
     assert!(tuned[0].1 < trained * 1.1, "{tuned:?} after {trained}");
     let saved = place.path("tuned/checkpoints/step-00000005");
     assert!(saved.join("tokenizer.json").is_file());
-    for ranks in ["--tp 2 --pp 2", "--pp 4"] {
+    for ranks in ["--tp 2 --pp 2", "--pp 4", "--sp 2"] {
         fs::remove_dir_all(place.path("tuned")).expect("a removable folder");
         place.succeed(&format!("train hf.toml {ranks}"));
         for ((_, loss), (_, expected)) in records(&place, "tuned").iter().zip(&tuned) {
