@@ -24,8 +24,9 @@ impl ZeroOptimizer {
         self.config.ema_decay.is_some()
     }
 
-    /// Makes the averages those of these parameters alone, as at the start of a run. The first step,
-    /// also if it is skipped, does so by itself where neither this nor [`ZeroOptimizer::edit_state`] was called.
+    /// Makes the averages those of these parameters alone, as at the start of a run. The first
+    /// step, also if it is skipped, does so by itself where neither this nor
+    /// [`ZeroOptimizer::edit_state`] was called.
     ///
     /// # Errors
     /// When `params` does not fit the layout, or a file for the averages cannot be had.
