@@ -110,8 +110,8 @@ pub use stage::NamedTensors;
 pub use trainer::{
     BestModel, Breakdown, Callback, ComputeMetrics, Divergence, EarlyStopping, EvaluationMetrics,
     Instruction, Lap, LoadedCheckpoint, LrScheduler, MerakTrainer, PredictionKind,
-    PredictionOutput, RankTimes, Rollback, StepProfile, StepRecord, StepReport, Stop, StopStrings,
-    TrainOutput, TrainerControl, TrainerParts,
+    PredictionOutput, RankTimes, Rollback, SamplePrediction, StepProfile, StepRecord, StepReport,
+    Stop, StopStrings, TrainOutput, TrainerControl, TrainerParts,
 };
 pub use world::{World, get_grid, get_topo, run_on, run_world, threads_per_rank};
 // The names of the other crates that a program with a trainer needs, and the crates for the rest.

@@ -38,7 +38,7 @@ pub use early_stopping::EarlyStopping;
 pub use evaluation::EvaluationMetrics;
 pub use generation::StopStrings;
 pub use loading::LoadedCheckpoint;
-pub use prediction::{ComputeMetrics, PredictionKind, PredictionOutput};
+pub use prediction::{ComputeMetrics, PredictionKind, PredictionOutput, SamplePrediction};
 pub use progress::{Instruction, Lap, StepRecord};
 pub use step::StepReport;
 pub use stop::Stop;

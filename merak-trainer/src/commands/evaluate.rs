@@ -62,7 +62,11 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     if !world.has_first() {
         return Ok(ExitCode::SUCCESS);
     }
-    let document = figures(&metrics, &prepared)?;
+    let mut document = figures(&metrics, &prepared);
+    // The loss of a bigram model stands beside that of a model of the next token.
+    if let Some(corpus) = &prepared.corpus {
+        document["bigram_loss"] = corpus.bigram_loss()?.into();
+    }
     output::print(&if json {
         format!("{document:#}")
     } else {
@@ -75,9 +79,8 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The measurements, with the perplexity of a language model, and the loss of a bigram model beside
-/// that of a model of the next token.
-fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Result<Value> {
+/// The measurements, with the perplexity of a language model.
+pub(super) fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Value {
     let mut document = json!({ "eval_loss": metrics.eval_loss });
     if prepared.is_language_model() {
         document["perplexity"] = metrics.eval_loss.exp().into();
@@ -86,9 +89,6 @@ fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Result<Value> {
     let others = metrics.metrics.iter();
     for (name, value) in others.filter(|(name, _)| *name != "eval_perplexity") {
         document[name] = (*value).into();
-    }
-    if let Some(corpus) = &prepared.corpus {
-        document["bigram_loss"] = corpus.bigram_loss()?.into();
     }
     let rest = json!({
         "eval_samples": metrics.eval_samples,
@@ -99,10 +99,11 @@ fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Result<Value> {
     for (name, value) in rest {
         document[name] = value.clone();
     }
-    Ok(document)
+    document
 }
 
-fn table(document: &Value) -> String {
+/// The measurements a line each.
+pub(super) fn table(document: &Value) -> String {
     let mut text = String::new();
     let rows = document.as_object().into_iter().flatten();
     for (name, value) in rows {

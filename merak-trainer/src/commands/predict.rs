@@ -1,20 +1,31 @@
 //! `merak predict`: what a checkpoint says of each sample.
 
-use super::{Outcome, keys::Keys, output, prepared::Prepared, world};
-use clap::{Args as ClapArgs, ValueEnum};
-use merak_ckpt::words::file;
-use merak_trainer::{
-    Config, Error, Given, MerakTrainer, PredictionKind, PredictionOutput, Result,
-    data::Dataset,
-    metrics::{EvaluationProgress, Screen},
+mod lines;
+
+pub(super) use self::lines::Lines;
+
+use self::lines::{is_standard, name_of};
+use super::{
+    Outcome,
+    evaluate::{figures, table},
+    keys::Keys,
+    output,
+    prepared::Prepared,
+    world,
 };
-use serde_json::{Value, json};
+use clap::{Args as ClapArgs, ValueEnum};
+use merak_ckpt::{cli, words::file};
+use merak_trainer::{
+    Config, Error, Given, MerakTrainer, PredictionKind, Result,
+    data::Dataset,
+    metrics::{EvaluationMetrics, EvaluationProgress, Screen},
+};
+use serde_json::Value;
 use std::{
-    fs::File,
-    io::{BufWriter, Write},
+    io::ErrorKind,
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::Arc,
+    sync::{Arc, Mutex},
 };
 
 /// Writes what a checkpoint says of each sample of the data, as JSON lines.
@@ -24,7 +35,7 @@ pub(crate) struct Args {
     config: PathBuf,
     /// A checkpoint, or the output folder of a run.
     checkpoint: PathBuf,
-    /// The file to write, one object a line.
+    /// The file to write, one object a line; `-` is standard output.
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// What is written of each sample [default: probabilities of classes, losses of tokens].
@@ -33,6 +44,9 @@ pub(crate) struct Args {
     /// The samples: all of the data, or their validation part alone.
     #[arg(long, value_name = "PART", default_value = "all")]
     part: Part,
+    /// Prints the figures as one JSON document; for an output that is a file.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     keys: Keys,
 }
@@ -71,23 +85,55 @@ enum Part {
 }
 
 impl Args {
-    /// The configuration, and the file to write.
-    fn load(&mut self) -> Result<(Config, PathBuf)> {
+    /// The configuration.
+    fn load(&mut self) -> Result<Config> {
         self.take_own_options()?;
-        let path = self.output.take().ok_or_else(|| {
-            let missing = "-o FILE is missing: it names the file that the predictions go to";
-            Error::CommandLine(missing.to_owned())
-        })?;
+        let refused = |told: &str| Err(Error::CommandLine(told.to_owned()));
+        let Some(path) = self.output.as_deref() else {
+            return refused("-o FILE is missing: it names the file that the predictions go to");
+        };
+        if self.json && is_standard(path) {
+            return refused(
+                "--json prints one document to standard output, where -o - writes the lines: name a file",
+            );
+        }
         let checkpoint = self.checkpoint.display().to_string();
         let name = "resume_from_checkpoint";
         self.keys.give(Given::by("CHECKPOINT", name, checkpoint));
         self.keys.give(Given::always("finetune", "true"));
         self.keys.give(Given::always("do_predict", "true"));
-        Ok((self.keys.load(&self.config)?, path))
+        self.keys.load(&self.config)
+    }
+
+    /// Prints the figures: to standard error where the lines went to standard output.
+    fn tell(&self, path: &Path, kind: PredictionKind, mut figures: Value) -> Result<()> {
+        let what = name_of(kind);
+        if self.json {
+            figures["output"] = path.display().to_string().into();
+            figures["what"] = what.into();
+            return output::print(format!("{figures:#}"));
+        }
+        let samples = &figures["eval_samples"];
+        let is_standard = is_standard(path);
+        let to = if is_standard {
+            "standard output".to_owned()
+        } else {
+            file(path)
+        };
+        let text = format!(
+            "wrote     {what} of {samples} samples to {to}\n{}",
+            table(&figures)
+        );
+        if is_standard {
+            cli::report(text.trim_end());
+            return Ok(());
+        }
+        output::print(text)
     }
 
     /// Takes the command's own options from after the first key.
     fn take_own_options(&mut self) -> Result<()> {
+        self.json |= self.keys.take_flag("--json");
         for name in ["-o", "--output"] {
             if let Some(path) = self.keys.take_option(name) {
                 self.output = Some(path.into());
@@ -118,26 +164,25 @@ fn parsed<T: ValueEnum>(option: &str, word: &str) -> Result<T> {
 }
 
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
-    let (config, path) = args.load().map_or_else(
-        |error| (Err(error), PathBuf::new()),
-        |(config, path)| (Ok(config), path),
-    );
+    let config = args.load();
     let (config, world) = world::join_with(config, screen, true)?;
     let prepared = match args.part {
         Part::All => Prepared::to_predict(&config, &world),
         Part::Validation => Prepared::to_evaluate(&config, &world),
     }?;
     world.agree(prepared.check_memory())?;
+    let path = args.output.take().unwrap_or_default();
     // A file that cannot be written is told before the work.
     let opened = world.has_first().then(|| open(&path)).transpose();
-    world.agree(opened)?;
+    let lines = Mutex::new(world.agree(opened)?);
     let outcome = world.run(&prepared.args, |member| {
         let mpu = merak_mpu::Mpu::new(member, prepared.plan.draft.degrees)?;
         let mut parts = prepared.parts();
+        let mut own_lines = None;
         if mpu.is_rank_0() {
-            parts
-                .callbacks
-                .push(Box::new(EvaluationProgress::on(screen)));
+            let progress = EvaluationProgress::on(screen);
+            parts.callbacks.push(Box::new(progress));
+            own_lines = lines.lock().expect("no rank panics with it").take();
         }
         let data = parts.eval_data.clone();
         let plan = Arc::clone(&prepared.plan);
@@ -146,112 +191,57 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
             .what
             .map_or_else(|| trainer.prediction_kind(), Into::into);
         let data = data.expect("a prediction has data");
-        Ok((trainer.predict_as(&*data, kind)?, kind))
+        let metrics = write(&mut trainer, &*data, kind, own_lines.as_mut())?;
+        Ok((own_lines, kind, metrics))
     });
-    let (output, kind) = outcome.map_err(|error| config.locate(error))?;
-    if !world.has_first() {
-        return Ok(ExitCode::SUCCESS);
+    let (lines, kind, metrics) = match outcome {
+        Err(error) if has_reader_left(&error) => return Ok(ExitCode::SUCCESS),
+        outcome => outcome.map_err(|error| config.locate(error))?,
+    };
+    if let Some(lines) = lines {
+        let has_labels = lines.finish()?;
+        args.tell(&path, kind, measured(&metrics, &prepared, has_labels))?;
     }
-    let data = prepared.parts().eval_data;
-    write(&path, &output, kind, data.as_deref())?;
-    output::print(format!(
-        "wrote     {} of {} samples to {}\n",
-        name_of(kind),
-        output.predictions.len(),
-        file(&path)
-    ))?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Makes the file to write, where there is none.
-fn open(path: &Path) -> Result<()> {
-    let opened = File::options().append(true).create(true).open(path);
-    opened.map(drop).map_err(|error| {
+/// The lines of a file that can be written.
+fn open(path: &Path) -> Result<Lines> {
+    Lines::begin(path).map_err(|error| {
         let named = file(path);
         Error::CommandLine(format!("cannot write {named}, which -o names: {error}"))
     })
 }
 
-/// The field of a prediction in its line.
-fn name_of(kind: PredictionKind) -> &'static str {
-    match kind {
-        PredictionKind::Probabilities => "probabilities",
-        PredictionKind::Losses => "losses",
-        PredictionKind::Embeddings => "embedding",
-        PredictionKind::Logits => "logits",
-    }
-}
-
-/// Writes predictions as JSON lines.
+/// Predicts every sample; rank 0 writes its lines as they come.
 pub(super) fn write(
-    path: &Path,
-    output: &PredictionOutput,
+    trainer: &mut MerakTrainer,
+    data: &dyn Dataset,
     kind: PredictionKind,
-    data: Option<&dyn Dataset>,
-) -> Result<()> {
-    let written = File::create(path).and_then(|file| {
-        let mut file = BufWriter::new(file);
-        let samples = output.predictions.iter().zip(&output.label_ids);
-        for (sample, (values, labels)) in samples.enumerate() {
-            let mut line = line(sample, values, labels, kind);
-            if let Some(name) = data.and_then(|data| data.name(sample)) {
-                line["file"] = name.into();
-            }
-            writeln!(file, "{line}")?;
-        }
-        file.flush()
-    });
-    written.map_err(Error::writing(path))
+    mut lines: Option<&mut Lines>,
+) -> Result<EvaluationMetrics> {
+    trainer.predict_each(data, kind, &mut |prediction| match &mut lines {
+        Some(lines) => lines.write(kind, &prediction, data.name(prediction.sample)),
+        None => Ok(()),
+    })
 }
 
-/// The object of a sample: its place, its prediction, and what is shorter than that.
-fn line(sample: usize, values: &[f32], labels: &[i64], kind: PredictionKind) -> Value {
-    // What is not finite is null.
-    let mut object = json!({ "sample": sample, name_of(kind): values });
-    let has_class = labels.len() == 1;
-    if kind == PredictionKind::Losses {
-        let finite: Vec<f64> = values
-            .iter()
-            .copied()
-            .filter(|x| !x.is_nan())
-            .map(f64::from)
-            .collect();
-        let mean = finite.iter().sum::<f64>() / finite.len().max(1) as f64;
-        object["loss"] = (!finite.is_empty()).then_some(mean).into();
-    }
-    if has_class && kind != PredictionKind::Embeddings && kind != PredictionKind::Losses {
-        let mut best = 0;
-        for (class, value) in values.iter().enumerate() {
-            if *value > values[best] {
-                best = class;
-            }
+/// Whether the reader of standard output, such as `head`, went away.
+fn has_reader_left(error: &Error) -> bool {
+    match error {
+        Error::Step { source, .. } => has_reader_left(source),
+        Error::Write { path, source } => {
+            path == Path::new(lines::STANDARD) && source.kind() == ErrorKind::BrokenPipe
         }
-        object["class"] = best.into();
+        _ => false,
     }
-    if has_class {
-        object["label"] = (labels[0] >= 0).then_some(labels[0]).into();
-    }
-    object
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_line_has_the_prediction_and_its_short_form() {
-        let of = |values: &[f32], labels: &[i64], kind| line(3, values, labels, kind).to_string();
-        assert_eq!(
-            of(&[0.25, 0.75], &[0], PredictionKind::Probabilities),
-            r#"{"sample":3,"probabilities":[0.25,0.75],"class":1,"label":0}"#
-        );
-        assert_eq!(
-            of(&[0.5, f32::NAN, 1.5], &[1, -100, 2], PredictionKind::Losses),
-            r#"{"sample":3,"losses":[0.5,null,1.5],"loss":1.0}"#
-        );
-        assert_eq!(
-            of(&[0.5], &[-100], PredictionKind::Embeddings),
-            r#"{"sample":3,"embedding":[0.5],"label":null}"#
-        );
+/// The measurements; without labels there is no loss, and nothing that follows from it.
+fn measured(metrics: &EvaluationMetrics, prepared: &Prepared, has_labels: bool) -> Value {
+    let mut document = figures(metrics, prepared);
+    if let (false, Some(fields)) = (has_labels, document.as_object_mut()) {
+        fields.retain(|name, _| name.starts_with("eval_samples") || name == "eval_runtime");
     }
+    document
 }

@@ -2,7 +2,15 @@
 
 mod summary;
 
-use super::{Outcome, failure::HEAD_START, keys::Keys, output, prepared::Prepared, signals, world};
+use super::{
+    Outcome,
+    failure::HEAD_START,
+    keys::Keys,
+    output,
+    predict::{self, Lines},
+    prepared::Prepared,
+    signals, world,
+};
 use clap::Args as ClapArgs;
 use merak_ckpt::{Completion, GenerateOptions, Store, words::file};
 use merak_mpu::Member;
@@ -333,11 +341,13 @@ impl Run<'_> {
             return Ok(());
         };
         let kind = trainer.prediction_kind();
-        let output = trainer.predict(&*data)?;
+        let mut lines = None;
         if trainer.mpu().is_rank_0() {
             let path = self.args.run_folder()?.join(PREDICTIONS);
-            super::predict::write(&path, &output, kind, Some(&*data))?;
+            lines = Some(Lines::begin(&path).map_err(Error::writing(&path))?);
         }
+        predict::write(trainer, &*data, kind, lines.as_mut())?;
+        lines.map(Lines::finish).transpose()?;
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use super::{
     average::of_averages,
     callback::Told,
     prediction::{
-        ClassCounts, ComputeMetrics, PredictionKind, PredictionOutput, Rows, has_classes,
+        ClassCounts, ComputeMetrics, Delivery, PredictionKind, PredictionOutput, Rows, has_classes,
     },
 };
 use crate::{
@@ -23,6 +23,7 @@ use merak_trace::{Interpreter, models::Objective};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, VecDeque},
+    mem,
     sync::Arc,
     time::Instant,
 };
@@ -88,8 +89,9 @@ impl MerakTrainer {
     /// # Communication
     /// Per microbatch the pipeline's forward hops, per iteration an all-reduce of 8 bytes over the
     /// pipeline, which is waited for some iterations later; at the end all-reduces over the data
-    /// group and a broadcast over the pipeline. With [`TrainerParts::compute_metrics`] a gathering
-    /// of the predictions to rank 0, and a broadcast of what comes of them.
+    /// group and a broadcast over the pipeline. With [`TrainerParts::compute_metrics`] the
+    /// all-reduces of the iterations are over the world, the predictions of each iteration are
+    /// gathered to rank 0, and what comes of them is broadcast.
     ///
     /// # Errors
     /// When there are no samples to evaluate or a rank fails.
@@ -124,24 +126,25 @@ impl MerakTrainer {
         data: &dyn Dataset,
         order: &EvaluationOrder,
     ) -> Result<EvaluationMetrics> {
-        let computes = self.parts.compute_metrics.clone();
-        let kind = computes.is_some().then(|| self.prediction_kind());
-        let mut output = self.pass_over(data, order, kind)?;
-        if let Some(compute) = computes {
-            let computed = self.computed(&compute, &output)?;
-            output.metrics.metrics.extend(computed);
-        }
+        let Some(compute) = self.parts.compute_metrics.clone() else {
+            return self.pass_over(data, order, None);
+        };
+        let kind = self.prediction_kind();
+        let mut output = self.gathered(data, order, kind)?;
+        let computed = self.computed(&compute, &output)?;
+        output.metrics.metrics.extend(computed);
         Ok(output.metrics)
     }
 
-    /// Forwards samples in their order; gathers predictions of a kind, if one is given.
+    /// Forwards samples in their order; delivers predictions of a kind, if one is asked for.
     pub(super) fn pass_over(
         &mut self,
         data: &dyn Dataset,
         order: &EvaluationOrder,
-        kind: Option<PredictionKind>,
-    ) -> Result<PredictionOutput> {
+        mut delivery: Option<Delivery<'_>>,
+    ) -> Result<EvaluationMetrics> {
         let start = Instant::now();
+        let kind = delivery.as_ref().map(Delivery::kind);
         let counts_classes = has_classes(self.stages.plan.draft.model.objective());
         let output = match kind {
             Some(kind) => kind.output(),
@@ -155,7 +158,9 @@ impl MerakTrainer {
         };
         let programs = self.programs.get(&self.stages, forward)?;
         let mpu = Arc::clone(&self.stages.mpu);
-        let mut pace = Pace::new(mpu.pipeline_parallel_group());
+        let (world, pipeline) = (mpu.world_group(), mpu.pipeline_parallel_group());
+        // What rank 0 has not taken yet lies in its memory: no replica runs ahead of it.
+        let mut pace = Pace::new(kind.map_or(pipeline, |_| world));
         let has_logits = output == ForwardOutput::LossAndLogits;
         let mut sums = Sums {
             classes: (counts_classes && has_logits).then(ClassCounts::default),
@@ -165,25 +170,22 @@ impl MerakTrainer {
         self.tell_evaluation(0, order.iterations());
         for iteration in 0..order.iterations() {
             self.evaluate_iteration(data, order, &programs, iteration, &mut sums)?;
+            if let (Some(delivery), Some((_, rows))) = (&mut delivery, &mut sums.rows) {
+                delivery.send(mem::take(rows), world, pipeline.world_size())?;
+            }
             pace.ended()?;
             self.tell_evaluation(iteration + 1, order.iterations());
         }
         pace.finish()?;
-        let rows = sums.rows.take();
+        if let Some(delivery) = delivery {
+            delivery.finish(world)?;
+        }
         let mut metrics = self.metrics_of(sums)?;
-        let (predictions, label_ids) = match rows {
-            Some((_, rows)) => rows.gather(mpu.world_group())?,
-            None => (Vec::new(), Vec::new()),
-        };
         metrics.eval_samples = order.samples();
         metrics.eval_runtime = start.elapsed().as_secs_f64();
         let seconds = metrics.eval_runtime.max(f64::MIN_POSITIVE);
         metrics.eval_samples_per_second = metrics.eval_samples as f64 / seconds;
-        Ok(PredictionOutput {
-            predictions,
-            label_ids,
-            metrics,
-        })
+        Ok(metrics)
     }
 
     /// Adds the losses and labels of this rank's microbatches of an iteration.
@@ -373,7 +375,7 @@ struct Sums {
     labels: i64,
     /// Counts of classes, for models of classes.
     classes: Option<ClassCounts>,
-    /// Predictions of a kind.
+    /// Predictions of a kind, of the iteration in hand.
     rows: Option<(PredictionKind, Rows)>,
     /// Whether the log has named samples whose loss is not finite.
     has_infinite: bool,

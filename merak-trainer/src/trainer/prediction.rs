@@ -3,11 +3,14 @@
 mod classes;
 mod rows;
 
-pub(super) use self::{classes::ClassCounts, rows::Rows};
+pub(super) use self::{
+    classes::ClassCounts,
+    rows::{Delivery, Rows},
+};
 
 use super::{EvaluationMetrics, MerakTrainer, evaluation};
 use crate::{
-    data::Dataset,
+    data::{Dataset, EvaluationOrder},
     error::{DataError, Error, Result, StepPart},
     plan::ForwardOutput,
     stage::floats,
@@ -70,6 +73,17 @@ pub struct PredictionOutput {
     pub metrics: EvaluationMetrics,
 }
 
+/// What is predicted of one sample.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SamplePrediction {
+    /// Its place in the data set.
+    pub sample: usize,
+    /// What [`PredictionKind`] says, in row-major order.
+    pub predictions: Vec<f32>,
+    /// Its labels.
+    pub labels: Vec<i64>,
+}
+
 /// Computes metrics from the predictions of an evaluation: a name, to which `eval_` is added where
 /// it does not begin so, and a value.
 pub type ComputeMetrics = Arc<dyn Fn(&PredictionOutput) -> BTreeMap<String, f64> + Send + Sync>;
@@ -103,10 +117,10 @@ impl Predicted {
 
 impl MerakTrainer {
     /// Predicts every sample of a data set once: [`PredictionKind::of`] the model's objective, or
-    /// logits with `return_logits`.
+    /// logits with `return_logits`. Rank 0 holds all predictions in memory.
     ///
     /// # Communication
-    /// That of [`MerakTrainer::evaluate`], and a gathering of the predictions to rank 0.
+    /// As [`MerakTrainer::predict_each`].
     ///
     /// # Errors
     /// When there are no samples, or a rank fails.
@@ -124,6 +138,36 @@ impl MerakTrainer {
         data: &dyn Dataset,
         kind: PredictionKind,
     ) -> Result<PredictionOutput> {
+        self.predict_by(data, |trainer, order| trainer.gathered(data, order, kind))
+    }
+
+    /// As [`MerakTrainer::predict_as`], with the samples given to `take` on rank 0 as they are
+    /// predicted, in the order of the data set. A rank holds the predictions of a few iterations
+    /// only.
+    ///
+    /// # Communication
+    /// That of [`MerakTrainer::evaluate`], and after each iteration a gathering of its predictions
+    /// to rank 0.
+    ///
+    /// # Errors
+    /// As [`MerakTrainer::predict_as`], and those of `take`, which end the prediction.
+    pub fn predict_each(
+        &mut self,
+        data: &dyn Dataset,
+        kind: PredictionKind,
+        take: &mut dyn FnMut(SamplePrediction) -> Result<()>,
+    ) -> Result<EvaluationMetrics> {
+        self.predict_by(data, |trainer, order| {
+            trainer.pass_over(data, order, Some(Delivery::new(kind, take)))
+        })
+    }
+
+    /// Calls `predict` with the order of all samples.
+    fn predict_by<T>(
+        &mut self,
+        data: &dyn Dataset,
+        predict: impl FnOnce(&mut Self, &EvaluationOrder) -> Result<T>,
+    ) -> Result<T> {
         let step = self.progress.global_step;
         self.within(StepPart::Evaluate, step, |trainer| {
             if data.is_stream() {
@@ -131,7 +175,28 @@ impl MerakTrainer {
                 return Err(Error::Data(DataError::Endless { purpose }));
             }
             let order = evaluation::all(&trainer.args, data.len())?;
-            trainer.pass_over(data, &order, Some(kind))
+            predict(trainer, &order)
+        })
+    }
+
+    /// Forwards samples in their order, and gathers all predictions on rank 0.
+    pub(super) fn gathered(
+        &mut self,
+        data: &dyn Dataset,
+        order: &EvaluationOrder,
+        kind: PredictionKind,
+    ) -> Result<PredictionOutput> {
+        let (mut predictions, mut label_ids) = (Vec::new(), Vec::new());
+        let mut take = |sample: SamplePrediction| -> Result<()> {
+            predictions.push(sample.predictions);
+            label_ids.push(sample.labels);
+            Ok(())
+        };
+        let metrics = self.pass_over(data, order, Some(Delivery::new(kind, &mut take)))?;
+        Ok(PredictionOutput {
+            predictions,
+            label_ids,
+            metrics,
         })
     }
 

@@ -1,21 +1,66 @@
 //! The predictions of samples on their way to rank 0.
 
-use super::{Predicted, PredictionKind};
+use super::{Predicted, PredictionKind, SamplePrediction};
 use crate::{data::IGNORED_LABEL, error::Result};
 use merak_mpu::Group;
+use std::collections::VecDeque;
 
 /// Predictions and labels of some samples, by their place in the data set.
 #[derive(Debug, Clone, Default)]
-pub(in crate::trainer) struct Rows(Vec<Row>);
+pub(in crate::trainer) struct Rows(Vec<SamplePrediction>);
 
-/// The predictions of each sample, and its labels.
-type Gathered = (Vec<Vec<f32>>, Vec<Vec<i64>>);
+/// What rank 0 does with the prediction of a sample.
+pub(in crate::trainer) type Take<'a> = dyn FnMut(SamplePrediction) -> Result<()> + 'a;
 
-#[derive(Debug, Clone, PartialEq)]
-struct Row {
-    sample: usize,
-    predictions: Vec<f32>,
-    labels: Vec<i64>,
+/// Predictions of a kind on their way to rank 0, which takes them in the order of the data set.
+pub(in crate::trainer) struct Delivery<'a> {
+    kind: PredictionKind,
+    take: &'a mut Take<'a>,
+    /// The rows of iterations whose gathering this rank has not met.
+    waiting: VecDeque<Rows>,
+}
+
+impl<'a> Delivery<'a> {
+    pub(in crate::trainer) fn new(kind: PredictionKind, take: &'a mut Take<'a>) -> Self {
+        Self {
+            kind,
+            take,
+            waiting: VecDeque::new(),
+        }
+    }
+
+    pub(in crate::trainer) fn kind(&self) -> PredictionKind {
+        self.kind
+    }
+
+    /// Sends this rank's rows of an iteration. Rank 0 takes the samples of the iteration `lag`
+    /// before it, so that it has work while the rest of the pipeline ends this one.
+    ///
+    /// # Communication
+    /// A gathering over the world, in which rank 0 alone waits.
+    pub(in crate::trainer) fn send(&mut self, rows: Rows, world: &Group, lag: usize) -> Result<()> {
+        self.waiting.push_back(rows);
+        let lag = if world.rank() == 0 { lag } else { 0 };
+        while self.waiting.len() > lag {
+            self.gather_first(world)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the samples of the last iterations.
+    pub(in crate::trainer) fn finish(mut self, world: &Group) -> Result<()> {
+        while !self.waiting.is_empty() {
+            self.gather_first(world)?;
+        }
+        Ok(())
+    }
+
+    fn gather_first(&mut self, world: &Group) -> Result<()> {
+        let rows = self.waiting.pop_front().unwrap_or_default();
+        rows.gather(world)?
+            .into_iter()
+            .try_for_each(&mut *self.take)
+    }
 }
 
 impl Rows {
@@ -36,7 +81,7 @@ impl Rows {
             let values = &predicted.values[row * size..][..size];
             let labels = &labels[row * of_labels..][..of_labels];
             let seen = seen.get(row).and_then(Option::as_deref);
-            self.0.push(Row {
+            self.0.push(SamplePrediction {
                 sample,
                 predictions: reduced(kind, values, width, (labels, seen)),
                 labels: labels.to_vec(),
@@ -49,12 +94,11 @@ impl Rows {
     ///
     /// # Communication
     /// A gathering.
-    pub(in crate::trainer) fn gather(self, world: &Group) -> Result<Gathered> {
+    fn gather(self, world: &Group) -> Result<Vec<SamplePrediction>> {
         let parts = world.gather_bytes(self.to_bytes(), 0)?;
         let mut rows: Vec<_> = parts.iter().flat_map(|part| from_bytes(part)).collect();
         rows.sort_by_key(|row| row.sample);
-        let pairs = rows.into_iter().map(|row| (row.predictions, row.labels));
-        Ok(pairs.unzip())
+        Ok(rows)
     }
 
     /// For each row its place, its two lengths and its numbers.
@@ -73,7 +117,7 @@ impl Rows {
 }
 
 /// The rows that a member has written.
-fn from_bytes(bytes: &[u8]) -> Vec<Row> {
+fn from_bytes(bytes: &[u8]) -> Vec<SamplePrediction> {
     let mut rest = bytes;
     let mut rows = Vec::new();
     while !rest.is_empty() {
@@ -85,7 +129,7 @@ fn from_bytes(bytes: &[u8]) -> Vec<Row> {
         let labels = (0..labels)
             .map(|_| i64::from_le_bytes(taken(&mut rest)))
             .collect();
-        rows.push(Row {
+        rows.push(SamplePrediction {
             sample,
             predictions,
             labels,
@@ -168,7 +212,7 @@ mod tests {
 
     #[test]
     fn rows_survive_their_encoding() {
-        let row = |sample, predictions: &[f32], labels: &[i64]| Row {
+        let row = |sample, predictions: &[f32], labels: &[i64]| SamplePrediction {
             sample,
             predictions: predictions.to_vec(),
             labels: labels.to_vec(),

@@ -218,6 +218,30 @@ pub(super) fn objects(place: &Workplace, name: &str) -> Vec<Value> {
     text.lines().map(object).collect()
 }
 
+/// The figures of the predictions in `all.jsonl`, beside them or as a document; the same lines go
+/// to standard output.
+fn check_figures(place: &Workplace, told: &str, all: &[Value]) {
+    let wrote = format!("wrote     probabilities of {} samples to", all.len());
+    assert!(
+        told.starts_with(&format!("{wrote} all.jsonl\n")) && told.contains("\neval_accuracy "),
+        "{told}"
+    );
+    let document = place.document("predict merak.toml run -o again.jsonl --json");
+    let text = fs::read_to_string(place.path("all.jsonl")).expect("predictions");
+    let again = fs::read_to_string(place.path("again.jsonl"));
+    assert_eq!(again.expect("predictions"), text);
+    assert_eq!(document["eval_samples"], all.len());
+    assert_eq!(document["output"], "again.jsonl");
+    let right = all.iter().filter(|row| row["class"] == row["label"]);
+    let right = right.count() as f64 / all.len() as f64;
+    let accuracy = document["eval_accuracy"].as_f64().expect("a number");
+    assert!((accuracy - right).abs() < 1e-12, "{document}");
+    let printed = place.merak("predict merak.toml run --output -");
+    assert_eq!((printed.status, printed.stdout), (Some(0), text));
+    let wrote = format!("{wrote} standard output\n");
+    assert!(printed.stderr.contains(&wrote), "{}", printed.stderr);
+}
+
 #[test]
 fn predictions_are_json_lines_in_the_order_of_the_data() {
     let classifier = bert("BertForSequenceClassification");
@@ -241,13 +265,7 @@ fn predictions_are_json_lines_in_the_order_of_the_data() {
     assert!(evaluated["eval_f1_macro"].is_f64() && evaluated["eval_f1_weighted"].is_f64());
     let told = place.succeed("predict merak.toml run -o all.jsonl");
     let all = objects(&place, "all.jsonl");
-    assert_eq!(
-        told,
-        format!(
-            "wrote     probabilities of {} samples to all.jsonl\n",
-            all.len()
-        )
-    );
+    check_figures(&place, &told, &all);
     assert_eq!(all.len(), lines(labelled).lines().count());
     assert!(all.iter().enumerate().all(|(i, row)| row["sample"] == i));
     // The validation part is the end of the data.
@@ -260,6 +278,9 @@ fn predictions_are_json_lines_in_the_order_of_the_data() {
         let [found, expected] = [found, expected].map(|row| row["probabilities"][0].as_f64());
         assert!((found.expect("a number") - expected.expect("a number")).abs() < 1e-5);
     }
+    let of_dp = objects(&place, "dp.jsonl");
+    assert_eq!(of_dp.len(), all.len());
+    assert!(of_dp.iter().enumerate().all(|(i, row)| row["sample"] == i));
     place.succeed("predict merak.toml run --what embeddings --part validation -o e.jsonl");
     let embeddings = objects(&place, "e.jsonl");
     assert_eq!(embeddings.len(), of_run.len());
@@ -270,6 +291,7 @@ fn predictions_are_json_lines_in_the_order_of_the_data() {
             .map(|width| width as usize)
     );
     assert_snapshot!(place.mistake("predict merak.toml run"), @"error: -o FILE is missing: it names the file that the predictions go to");
+    assert_snapshot!(place.mistake("predict merak.toml run --json -o -"), @"error: --json prints one document to standard output, where -o - writes the lines: name a file");
     assert_snapshot!(place.mistake("predict merak.toml run --dp 1 --what loses -o a"), @r#"error: --what is "loses", expected one of probabilities, losses, embeddings, logits"#);
     assert_snapshot!(place.mistake("train merak.toml --dry-run --metric_for_best_model acuracy"), @r#"error: "metric_for_best_model" is eval_acuracy, but an evaluation gives eval_loss, eval_accuracy, eval_f1_macro or eval_f1_weighted; did you mean "eval_accuracy"? (command line --metric_for_best_model)"#);
     assert_snapshot!(place.mistake("predict merak.toml run -o nowhere/a.jsonl"), @"error: cannot write nowhere/a.jsonl, which -o names: No such file or directory (os error 2)");

@@ -174,6 +174,25 @@ fn embeddings_and_logits_have_the_shapes_of_the_model() {
     );
 }
 
+#[test]
+fn samples_are_taken_in_their_order_until_one_cannot_be_taken_which_ends_the_prediction() {
+    let case = Case::gpt2().on((2, 1, 2));
+    let data = First(SAMPLES, Arc::clone(&case.data));
+    let taken = Mutex::new(Vec::new());
+    let predicted = case.try_on_ranks(|trainer| {
+        trainer.predict_each(&data, PredictionKind::Losses, &mut |prediction| {
+            taken.lock().unwrap().push(prediction.sample);
+            match prediction.sample {
+                4 => Err(Error::CommandLine("no room".to_owned())),
+                _ => Ok(()),
+            }
+        })
+    });
+    let refused = predicted.expect_err("sample 4 is refused");
+    assert!(refused.to_string().contains("no room"), "{refused}");
+    assert_eq!(*taken.lock().unwrap(), [0, 1, 2, 3, 4]);
+}
+
 /// A metric of a caller's own, and how many predictions it saw, on rank 0 alone.
 fn own(parts: &mut TrainerParts, calls: &Arc<Mutex<Vec<usize>>>) {
     let calls = Arc::clone(calls);
