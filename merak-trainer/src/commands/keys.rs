@@ -51,6 +51,11 @@ impl Keys {
         }
     }
 
+    /// Whether the command line has none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.words.is_empty()
+    }
+
     /// Adds a value that the command gives a key.
     pub(crate) fn give(&mut self, given: Given) {
         self.given.push(given);

@@ -98,7 +98,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let ended = settle(outcome, &folder, &output_dir).map_err(located)?;
     match &ended {
         Ended::Trained(finished) => {
-            output::print(run.summary(finished, &output_dir))?;
+            output::print(run.summary(finished, &output_dir, &args))?;
             tell_of_replaced(&folder);
         }
         Ended::HadNothingLeft(checkpoint) => output::print(run.nothing_left(checkpoint))?,

@@ -1,20 +1,21 @@
 //! What a training tells at its end.
 
-use super::{super::output, Finished, KEEPS_NOTHING, Run};
+use super::{super::output, Args, Finished, KEEPS_NOTHING, Run};
 use merak_ckpt::{
     Store,
     words::{Bytes, file, plain},
 };
 use merak_trace::models::Objective;
 use merak_trainer::{LoadedCheckpoint, Stop, TrainOutput, metrics::Percent};
+use signal_hook::low_level::signal_name;
 use std::{fmt::Write as _, path::Path};
 
 impl Run<'_> {
     /// The summary of the run: figures in lines that fit the terminal; the sample, paths and
-    /// commands as they are.
-    pub(super) fn summary(&self, finished: &Finished, output_dir: &Path) -> String {
+    /// commands as they are. `args` started it.
+    pub(super) fn summary(&self, finished: &Finished, output_dir: &Path, args: &Args) -> String {
         let mut text = String::new();
-        tell_steps(&finished.output, &mut text);
+        tell_steps(&finished.output, self.total_steps, &mut text);
         self.tell_evaluation(finished, &mut text);
         self.tell_memory(finished, &mut text);
         self.compare_times(finished, &mut text);
@@ -31,6 +32,17 @@ impl Run<'_> {
             let store = Store::in_output_dir(output_dir);
             let last = store.path_of(finished.output.global_step as u64);
             let _ = writeln!(text, "saved     {}", file(&last));
+            let output = &finished.output;
+            let is_interrupted = matches!(output.stopped_by, Some(Stop::Signal { .. }));
+            if is_interrupted && output.global_step < self.total_steps {
+                let config = file(&args.config);
+                let keys = if args.keys.is_empty() {
+                    ""
+                } else {
+                    ", with the same keys"
+                };
+                let _ = writeln!(text, "go on     merak train {config} --resume auto{keys}");
+            }
             let best = finished.output.best;
             let best = best.map(|best| store.path_of(best.step as u64));
             self.advise_to_generate(&best.unwrap_or(last), &mut text);
@@ -159,8 +171,8 @@ impl Run<'_> {
     }
 }
 
-/// Adds what was trained.
-fn tell_steps(output: &TrainOutput, text: &mut String) {
+/// Adds what was trained, of so many steps in all.
+fn tell_steps(output: &TrainOutput, total: usize, text: &mut String) {
     let seconds = output.train_runtime.as_secs_f64();
     let speed = output.train_tokens_per_second;
     let steps = match (output.steps, output.global_step) {
@@ -172,12 +184,19 @@ fn tell_steps(output: &TrainOutput, text: &mut String) {
         "\ntrained   {steps} ({:.2} epochs) in {seconds:.1} s, {speed:.0} tokens/s, mean loss {:.4}",
         output.epoch, output.training_loss
     );
-    if output.stopped_by == Some(Stop::Asked) {
-        let _ = writeln!(
+    let _ = match output.stopped_by {
+        None => Ok(()),
+        Some(Stop::Asked) => writeln!(
             text,
             "stopped   early, as \"early_stopping_patience\" or a callback asks"
-        );
-    }
+        ),
+        Some(Stop::Signal { signal, .. }) => writeln!(
+            text,
+            "stopped   by {} at step {} of {total}",
+            signal_name(signal as i32).unwrap_or("a signal"),
+            output.global_step
+        ),
+    };
     if output.skipped_steps > 0 {
         let _ = writeln!(
             text,

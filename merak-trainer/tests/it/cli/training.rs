@@ -310,7 +310,7 @@ fn an_interrupt_saves_and_ends_with_status_130() {
     let place = Workplace::new();
     let mut child = place
         .command("train merak.toml --max_steps 10000000 --tp 2 --pp 2")
-        .stdout(Stdio::null())
+        .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .expect("the command starts");
@@ -324,13 +324,21 @@ fn an_interrupt_saves_and_ends_with_status_130() {
         .arg(format!("kill -INT {}", child.id()))
         .status();
     assert!(killed.expect("a shell").success());
-    assert_eq!(child.wait().expect("the command ends").code(), Some(130));
+    let ended = child.wait_with_output().expect("the command ends");
+    assert_eq!(ended.status.code(), Some(130));
     rest.join().unwrap();
 
     let saved = Checkpoint::open(place.path("run")).unwrap();
     assert!(saved.verify().damage.is_empty());
     let step = saved.manifest().header.step;
     assert!(step >= 1);
+    let told = String::from_utf8_lossy(&ended.stdout);
+    for line in [
+        format!("\nstopped   by SIGINT at step {step} of 10000000\n"),
+        "\ngo on     merak train merak.toml --resume auto, with the same keys\n".to_owned(),
+    ] {
+        assert!(told.contains(&line), "{told}");
+    }
     let more = step + 2;
     place.succeed(&format!(
         "train merak.toml --max_steps {more} --resume latest"
