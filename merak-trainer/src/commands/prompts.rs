@@ -1,5 +1,5 @@
-//! `text_generation = true`: prompts on standard input instead of training. A line that is not a
-//! prompt is reported and passed over.
+//! `text_generation = true`: prompts on standard input instead of training. An empty line has an
+//! empty answer, and so has a line that is no prompt, which is reported.
 
 use super::{
     Outcome,
@@ -56,6 +56,10 @@ fn continue_lines(session: &Session, world: &World) -> Result<usize> {
     session.on_ranks(world, |trainer| {
         let mut refused = 0;
         while let Some(line) = next_line(trainer)? {
+            if line.is_empty() {
+                answer_nothing(trainer);
+                continue;
+            }
             let prompt = session.tokens(&line);
             let prompt = prompt.and_then(|prompt| {
                 session.check(trainer, std::slice::from_ref(&prompt))?;
@@ -70,6 +74,7 @@ fn continue_lines(session: &Session, world: &World) -> Result<usize> {
                         let line = String::from_utf8_lossy(&line);
                         tracing::error!(%line, "{}", merak_trainer::chain(&error));
                     }
+                    answer_nothing(trainer);
                     continue;
                 }
             };
@@ -85,6 +90,14 @@ fn continue_lines(session: &Session, world: &World) -> Result<usize> {
         }
         Ok(refused)
     })
+}
+
+/// The answer to a line that is not continued: an empty one, so that the answers to the lines of a
+/// file keep their order. A person at a terminal sees the next prompt.
+fn answer_nothing(trainer: &MerakTrainer) {
+    if trainer.mpu().is_rank_0() && !io::stdin().is_terminal() {
+        output::stream("\n");
+    }
 }
 
 /// The checkpoint's own adapter.

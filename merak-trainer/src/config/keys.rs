@@ -368,7 +368,8 @@ settings! {
         /// Whether the memory of a stage's output is freed once it is sent, unless the stage's
         /// backward reads it. It always is: both values do the same.
         dealloc_pipeoutput: bool = false,
-        /// Continues prompts from standard input instead of training.
+        /// Continues prompts from standard input instead of training, each line for itself; an
+        /// empty line has an empty answer.
         text_generation: bool = false,
         /// Most new tokens per prompt in generation.
         out_seq_length: usize [at_least 1] = 1024,

@@ -248,17 +248,16 @@ fn text_generation_continues_lines_until_one_says_stop() {
         prompted(&place, resumed, "every"),
         format!("{}\n", text("every"))
     );
-    // A line that cannot be continued changes the exit status alone.
-    let ended = answered(&place, &format!("{resumed} --dp 2"), "\nevery\n");
-    assert_eq!(ended.status, Some(2));
-    assert_eq!(ended.stdout, format!("{}\n", text("every")));
-    assert!(
-        ended
-            .stderr
-            .contains("is empty, expected at least one token"),
-        "{}",
-        ended.stderr
-    );
+    // An empty line has an empty answer, and so has a line that cannot be continued, which changes
+    // the exit status.
+    let answers = format!("\n{}\n", text("every"));
+    let options = format!("{resumed} --dp 2");
+    assert_eq!(prompted(&place, &options, "\r\nevery\n"), answers);
+    let long = "too long ".repeat(9);
+    let ended = answered(&place, &options, format!("{long}\nevery\n"));
+    assert_eq!((ended.status, ended.stdout), (Some(2), answers));
+    let told = "so that there is room for a new one";
+    assert!(ended.stderr.contains(told), "{}", ended.stderr);
     // A line that is no text does not change the status.
     let ended = answered(&place, resumed, b"\xff\nevery\n");
     assert_eq!(ended.status, Some(0));
