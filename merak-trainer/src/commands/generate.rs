@@ -84,6 +84,13 @@ pub(crate) struct Args {
     /// Power of the length by which a beam search divides scores [default: 1].
     #[arg(long, allow_negative_numbers = true, value_name = "P")]
     length_penalty: Option<f64>,
+    /// When a beam search ends: `true` once N texts have ended, `false` once no running one would
+    /// be better if it ended now, `never` once none can become better [default: false].
+    #[arg(long, value_name = "WHEN")]
+    early_stopping: Option<String>,
+    /// Tokens that end a text, in place of the model's and the tokenizer's.
+    #[arg(long, allow_negative_numbers = true, value_name = "ID,ID..")]
+    eos_token_id: Option<String>,
     /// Ends a text after the token in which this string ends; may be repeated.
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
@@ -266,6 +273,12 @@ impl Args {
                 "length_penalty",
                 self.length_penalty.map(|p| text(&p)),
             ),
+            (
+                "--early-stopping",
+                "early_stopping",
+                self.early_stopping.clone(),
+            ),
+            ("--eos-token-id", "eos_token_id", self.eos_token_id.clone()),
             ("--seed", "seed", self.seed.map(|seed| text(&seed))),
             ("--stop", "stop_strings", stops),
         ];

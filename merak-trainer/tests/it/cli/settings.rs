@@ -115,6 +115,11 @@ fn generation_follows_the_models_folder_or_says_what_it_leaves_out() {
     let first = free[0];
     assert!(!generate(json!({ "suppress_tokens": [first] }), "").contains(&first));
     assert_eq!(generate(json!({ "eos_token_id": first }), ""), [first]);
+    let other = (0..).find(|id| !free.contains(id)).expect("a token");
+    let ends = format!("--eos-token-id {other},{first}");
+    assert_eq!(generate(json!({}), &ends), [first]);
+    let ends = format!("--eos-token-id {other}");
+    assert_eq!(generate(json!({ "eos_token_id": first }), &ends), free);
     let late = generate(json!({ "eos_token_id": first, "min_new_tokens": 3 }), "");
     assert!(late.len() > 3 && !late[..3].contains(&first), "{late:?}");
     let penalty = json!({ "repetition_penalty": 50.0 });
@@ -200,6 +205,28 @@ fn a_text_begins_as_its_tokenizer_says_and_goes_on_with_a_space() {
     for option in ["", "--stream"] {
         let shown = place.succeed(&format!("{line} --prompt w7 {option}"));
         assert_eq!(shown.trim_end(), format!("w7{text}").trim_end(), "{option}");
+    }
+}
+
+#[test]
+fn options_of_generate_say_which_tokens_end_a_text_and_when_a_search_ends() {
+    let place = with_folder(None);
+    let line = "generate hf --prompt-ids 101 --max-new-tokens 2";
+    let unknown = place.mistake(&format!("{line} --eos-token-id 3,257"));
+    insta::assert_snapshot!(unknown, @r#"error: "eos_token_id" is 257, but the model knows the tokens 0 to 256 only (command line --eos-token-id)"#);
+    let unknown = place.mistake(&format!("{line} --num-beams 2 --early-stopping soon"));
+    for told in ["command line --early-stopping", r#"true, false or "never""#] {
+        assert!(unknown.contains(told), "{unknown}");
+    }
+    let idle = r#""early_stopping" has no effect: "num_beams" is 1"#;
+    for (when, is_idle) in [("true", true), ("never", true), ("false", false)] {
+        for beams in [1, 2] {
+            let options = format!("--num-beams {beams} --early-stopping {when}");
+            let ended = place.merak(&format!("{line} {options}"));
+            assert_eq!(ended.status, Some(0), "{options}: {}", ended.stderr);
+            let told = ended.stderr.contains(idle);
+            assert_eq!(told, is_idle && beams == 1, "{options}: {}", ended.stderr);
+        }
     }
 }
 
