@@ -95,6 +95,9 @@ pub struct TrainerParts {
     /// `optim`. From ZeRO stage 1 on with several replicas it needs
     /// `zero_allow_untested_optimizer`.
     pub rule: Option<Arc<dyn UpdateRule>>,
+    /// Whether a checkpoint of which only weights are taken (`finetune`) gives their averages
+    /// (`ema_decay`) in their place.
+    pub takes_averages: bool,
     /// Observers of the run.
     pub callbacks: Vec<Box<dyn Callback>>,
 }

@@ -17,6 +17,9 @@ pub(crate) struct Args {
     config: PathBuf,
     /// A checkpoint, or the output folder of a run.
     checkpoint: PathBuf,
+    /// Takes the averages of the weights, which a run with `ema_decay` keeps, in their place.
+    #[arg(long)]
+    ema: bool,
     /// Prints one JSON document.
     #[arg(long)]
     json: bool,
@@ -44,6 +47,7 @@ impl Args {
 
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let json = args.keys.take_flag("--json") || args.json;
+    args.ema |= args.keys.take_flag("--ema");
     let (config, world) = world::join_with(args.load(), screen, true)?;
     let prepared = Prepared::to_evaluate(&config, &world)?;
     world.agree(prepared.check_memory())?;
@@ -52,6 +56,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
             let mpu = merak_mpu::Mpu::new(member, prepared.plan.draft.degrees)?;
             let plan = Arc::clone(&prepared.plan);
             let mut parts = prepared.parts();
+            parts.takes_averages = args.ema;
             if mpu.is_rank_0() {
                 let progress = EvaluationProgress::on(screen);
                 parts.callbacks.push(Box::new(progress));

@@ -23,6 +23,10 @@ use std::{
 /// Continues prompts with a trained model.
 #[derive(Debug, ClapArgs)]
 #[command(group = clap::ArgGroup::new("prompts").required(true))]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a flag of the command"
+)]
 pub(crate) struct Args {
     /// A checkpoint, the output folder of a run, or a Hugging Face folder.
     checkpoint: PathBuf,
@@ -52,6 +56,9 @@ pub(crate) struct Args {
     /// model without one.
     #[arg(long, value_name = "DIR")]
     adapter: Vec<PathBuf>,
+    /// Takes the averages of the weights, which a run with `ema_decay` keeps, in their place.
+    #[arg(long)]
+    ema: bool,
     /// Most new tokens per prompt [default: 128, where the environment has no other].
     #[arg(long, allow_negative_numbers = true)]
     max_new_tokens: Option<usize>,
@@ -177,7 +184,8 @@ impl Ready {
             let checked = loaded.complete_to_generate(checked, &config)?;
             let adapters = adapters(args, &checkpoint, &loaded)?;
             let positions = prompts.iter().map(Vec::len).sum();
-            let session = Session::new(world.place(checked), loaded, tokenizer, positions)?;
+            let mut session = Session::new(world.place(checked), loaded, tokenizer, positions)?;
+            session.takes_averages = args.ema;
             Ok((session, adapters))
         };
         let (session, adapters) = ready().map_err(|error| config.locate(error))?;

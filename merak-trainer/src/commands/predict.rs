@@ -44,6 +44,9 @@ pub(crate) struct Args {
     /// The samples: all of the data, or their validation part alone.
     #[arg(long, value_name = "PART", default_value = "all")]
     part: Part,
+    /// Takes the averages of the weights, which a run with `ema_decay` keeps, in their place.
+    #[arg(long)]
+    ema: bool,
     /// Prints the figures as one JSON document; for an output that is a file.
     #[arg(long)]
     json: bool,
@@ -134,6 +137,7 @@ impl Args {
     /// Takes the command's own options from after the first key.
     fn take_own_options(&mut self) -> Result<()> {
         self.json |= self.keys.take_flag("--json");
+        self.ema |= self.keys.take_flag("--ema");
         for name in ["-o", "--output"] {
             if let Some(path) = self.keys.take_option(name) {
                 self.output = Some(path.into());
@@ -178,6 +182,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let outcome = world.run(&prepared.args, |member| {
         let mpu = merak_mpu::Mpu::new(member, prepared.plan.draft.degrees)?;
         let mut parts = prepared.parts();
+        parts.takes_averages = args.ema;
         let mut own_lines = None;
         if mpu.is_rank_0() {
             let progress = EvaluationProgress::on(screen);

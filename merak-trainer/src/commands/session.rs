@@ -13,6 +13,8 @@ use std::{collections::BTreeMap, ops::ControlFlow, path::PathBuf, sync::Arc};
 pub(crate) struct Session {
     pub(crate) args: CheckedArguments,
     pub(crate) tokenizer: Option<Tokenizer>,
+    /// Whether the averages of the weights are loaded in their place.
+    pub(crate) takes_averages: bool,
     plan: Arc<Plan>,
     options: GenerateOptions,
 }
@@ -59,6 +61,7 @@ impl Session {
         Ok(Self {
             args,
             tokenizer,
+            takes_averages: false,
             plan,
             options,
         })
@@ -85,7 +88,11 @@ impl Session {
         world.run(&self.args, |member| {
             let mpu = merak_mpu::Mpu::new(member, self.plan.draft.degrees)?;
             let plan = Arc::clone(&self.plan);
-            let mut trainer = MerakTrainer::new(plan, mpu, &self.args, TrainerParts::default())?;
+            let parts = TrainerParts {
+                takes_averages: self.takes_averages,
+                ..TrainerParts::default()
+            };
+            let mut trainer = MerakTrainer::new(plan, mpu, &self.args, parts)?;
             body(&mut trainer)
         })
     }

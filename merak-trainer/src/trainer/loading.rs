@@ -86,8 +86,8 @@ impl MerakTrainer {
         while let Some(opened) = self.next_candidate(candidates.as_mut()).map_err(words)? {
             let read = match opened {
                 Ok(checkpoint) => {
-                    let checkpoint = resume::untied(checkpoint, &self.args)?;
                     let (plan, parts) = (&self.stages.plan, &self.parts);
+                    let checkpoint = resume::as_loaded(checkpoint, &self.args, parts)?;
                     let state = resume::check(&checkpoint, plan, &self.args, parts)?;
                     let read = self.read(&checkpoint, state);
                     read.map(|read| (checkpoint, read))
@@ -138,7 +138,8 @@ impl MerakTrainer {
     /// # Errors
     /// When it is damaged, of another model, or lacks a part that no flag excuses, on any rank.
     pub fn load_checkpoint(&mut self, path: &Path) -> Result<LoadedCheckpoint> {
-        let checkpoint = resume::untied(Checkpoint::open_weights(path)?, &self.args)?;
+        let checkpoint = Checkpoint::open_weights(path)?;
+        let checkpoint = resume::as_loaded(checkpoint, &self.args, &self.parts)?;
         let state = resume::check(&checkpoint, &self.stages.plan, &self.args, &self.parts)?;
         let read = self.on_all_ranks(self.read(&checkpoint, state))?;
         self.apply(&checkpoint, read)

@@ -135,7 +135,7 @@ pub(super) fn find(
     }
     if let Some(folder) = &args.model.hf_dir {
         let release = Checkpoint::open_weights(&folder.0)?;
-        check(&untied(release, args)?, plan, args, parts)?;
+        check(&as_loaded(release, args, parts)?, plan, args, parts)?;
     }
     Ok(None)
 }
@@ -162,7 +162,7 @@ fn find_from(
 ) -> Result<Option<LoadedCheckpoint>> {
     let mut candidates = Candidates::new(from, || args.run_folder())?;
     while let Some(checkpoint) = candidates.next().transpose()? {
-        let checkpoint = untied(checkpoint, args)?;
+        let checkpoint = as_loaded(checkpoint, args, parts)?;
         let state = check(&checkpoint, plan, args, parts)?;
         let Some(damage) = checkpoint.verify().damage.into_iter().next() else {
             warn_of_checkpoint(plan, args, parts, state.as_ref(), &checkpoint);
@@ -188,11 +188,19 @@ fn find_from(
     Ok(None)
 }
 
-/// Gives a checkpoint of which only weights are taken a head of its own, with `no_tie_modules`.
-pub(super) fn untied(checkpoint: Checkpoint, args: &CheckedArguments) -> Result<Checkpoint> {
+/// A checkpoint as it is loaded. One of which only weights are taken has their averages in their
+/// place where the parts say so, and a head of its own with `no_tie_modules`.
+pub(super) fn as_loaded(
+    mut checkpoint: Checkpoint,
+    args: &CheckedArguments,
+    parts: &TrainerParts,
+) -> Result<Checkpoint> {
     let is_base = args.finetune || checkpoint.manifest().header.state.is_null();
-    if args.no_tie_modules && is_base {
-        return Ok(checkpoint.untied()?);
+    if is_base && parts.takes_averages {
+        checkpoint = checkpoint.averaged()?;
+    }
+    if is_base && args.no_tie_modules {
+        checkpoint = checkpoint.untied()?;
     }
     Ok(checkpoint)
 }

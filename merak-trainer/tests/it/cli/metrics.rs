@@ -134,6 +134,25 @@ mod tch {
     }
 }
 
+/// The commands take the weights, or with `--ema` the averages, of which a run has recorded this.
+fn expect_averages(place: &Workplace, recorded: &Value) {
+    for (option, name) in [("", "eval_loss"), ("--ema", "eval_ema_loss")] {
+        let recorded = recorded[name].as_f64().expect("a loss");
+        for command in [
+            "evaluate merak.toml run",
+            "predict merak.toml run -o lines.jsonl --part validation",
+        ] {
+            let found = place.document(&format!("{command} --json {option}"));
+            let found = found["eval_loss"].as_f64().expect("a loss");
+            assert!(
+                (found - recorded).abs() < 1e-6,
+                "{command} {option}: {found} {recorded}"
+            );
+        }
+    }
+    place.succeed("generate run --prompt-ids 101 --max-new-tokens 2 --ema");
+}
+
 #[test]
 fn averages_of_the_weights_are_evaluated_recorded_and_judged() {
     let place = Workplace::new();
@@ -157,6 +176,7 @@ fn averages_of_the_weights_are_evaluated_recorded_and_judged() {
     {
         assert!((loss.exp() / perplexity - 1.0).abs() < 1e-9, "{text}");
     }
+    expect_averages(&place, &evaluated[1]);
     let resume = |keys: &str| {
         let line = format!("train merak.toml --resume latest --max_steps 5 --dry-run {keys}");
         let ended = place.merak(&line);
@@ -167,6 +187,15 @@ fn averages_of_the_weights_are_evaluated_recorded_and_judged() {
     assert!(resume("").contains(dropped));
     assert!(!resume("--ema_decay 0.9").contains("averages of the weights"));
     place.succeed("train merak.toml --overwrite_output_dir --max_steps 1");
+    for line in [
+        "evaluate merak.toml run --ema --tp 2",
+        "predict merak.toml run -o never --ema",
+        "generate run --prompt-ids 101 --ema",
+    ] {
+        let told = place.mistake(line);
+        assert!(told.contains("it has no averages of its weights"), "{told}");
+    }
+    assert!(!place.path("never").exists());
     let started = "the checkpoint has no averages of the weights: they start as its weights";
     assert!(resume("--ema_decay 0.9").contains(started));
     let unknown = place.mistake(&format!("train merak.toml --dry-run --do_eval {judged}"));
