@@ -121,6 +121,19 @@ impl<T: Element> Buffer for Vec<T> {
     }
 }
 
+/// Adjacent elements that a step of an optimizer updates alike, by their places in its flat buffers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StepRange {
+    /// Where they lie in the parameters.
+    pub params: Range<usize>,
+    /// Where they lie in the gradients.
+    pub grads: Range<usize>,
+    /// Where they lie in the state.
+    pub state: Range<usize>,
+    /// Whether weight decay applies to them.
+    pub decays: bool,
+}
+
 /// Takes the elements out of a buffer, without a copy when it is a `Vec<T>`.
 ///
 /// # Errors

@@ -128,7 +128,7 @@ mod topology;
 mod wrapped;
 
 pub use axis::{Axis, Coord};
-pub use buffer::{Buffer, Memory, into_vec, zeros};
+pub use buffer::{Buffer, Memory, StepRange, into_vec, zeros};
 pub use call::Call;
 pub use communicator::{Communicator, Message, Packet, Pending, ReduceOp, Started, Turn};
 pub use degrees::Degrees;

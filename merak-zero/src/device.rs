@@ -4,7 +4,7 @@ use crate::{
     Error, FlatLayout, OptimizerConfig, OptimizerKind, Result, average, flat, layout::Extent,
     mapped::Floats, state::OwnedState,
 };
-use merak_mpu::Buffer;
+use merak_mpu::{Buffer, StepRange};
 use std::{fmt, ops::Range, sync::Arc};
 
 /// An error of a device.
@@ -82,19 +82,6 @@ pub struct Step<'a> {
     pub time: u64,
     /// The clip factor over the loss scale, by which gradients are multiplied.
     pub grad_scale: f64,
-}
-
-/// Adjacent elements that decay alike.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StepRange {
-    /// Where they lie in the parameters.
-    pub params: Range<usize>,
-    /// Where they lie in the gradients.
-    pub grads: Range<usize>,
-    /// Where they lie in the state.
-    pub state: Range<usize>,
-    /// Whether weight decay applies to them.
-    pub decays: bool,
 }
 
 /// A device, and the optimizer state in its memory.

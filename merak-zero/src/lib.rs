@@ -151,7 +151,7 @@ mod zero_optimizer;
 
 pub use average::EMA;
 pub use blocks::{Block, NORM_BLOCK, sum_of_squares};
-pub use device::{DeviceError, Step, StepDevice, StepRange};
+pub use device::{DeviceError, Step, StepDevice};
 pub use error::{Error, Result};
 pub use gathering::{Arrivals, Gatherer, PendingBucket};
 pub use layout::{Bucket, FlatLayout, Part};

@@ -46,7 +46,7 @@ use crate::{
     value::MemoryMeter,
 };
 use merak_mpu::{Buffer, DType, tch::reason_of};
-pub use optimizer::{AdamScalars, SgdScalars, StepRange};
+pub use optimizer::{AdamScalars, SgdScalars};
 use std::{any::Any, cell::Cell};
 use storage::{Handle, TchBuffer, kind_of, shape_of, size_bytes};
 use tch::{Cuda, Device, Kind, Tensor};

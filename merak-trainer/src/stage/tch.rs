@@ -1,10 +1,10 @@
 //! libtorch as the device of a rank's optimizer.
 
 use crate::config::{CheckedArguments, Device};
-use merak_mpu::{Buffer, DType, Locality};
+use merak_mpu::{Buffer, DType, Locality, StepRange};
 use merak_trace::{
     Backend, Error,
-    backend::tch::{AdamScalars, SgdScalars, StepRange, Tch, TchDevice},
+    backend::tch::{AdamScalars, SgdScalars, Tch, TchDevice},
 };
 use merak_zero::{DeviceError, OptimizerKind, Step, StepDevice, sums_of_squares};
 use std::{ops::Range, sync::Arc};
@@ -94,7 +94,7 @@ impl StepDevice for Steps {
         params: &mut dyn Buffer,
         grads: &dyn Buffer,
         state: &mut [Box<dyn Buffer>],
-        pieces: &[merak_zero::StepRange],
+        pieces: &[StepRange],
     ) -> Result<(), DeviceError> {
         let Step {
             config,
@@ -102,7 +102,6 @@ impl StepDevice for Steps {
             time,
             grad_scale,
         } = *step;
-        let pieces: Vec<_> = pieces.iter().map(piece).collect();
         let Some(rule) = device_rule(config.optim) else {
             return Err(format!("{} is not among its rules", config.optim).into());
         };
@@ -121,7 +120,7 @@ impl StepDevice for Steps {
                     grad_scale,
                 };
                 let moments = [&mut **exp_avg, &mut **exp_avg_sq];
-                self.backend.adam(&step, params, grads, moments, &pieces)?;
+                self.backend.adam(&step, params, grads, moments, pieces)?;
             }
             DeviceRule::Sgd => {
                 let step = SgdScalars {
@@ -132,7 +131,7 @@ impl StepDevice for Steps {
                     grad_scale,
                 };
                 let momentum = state.first_mut().map(|buffer| &mut **buffer);
-                self.backend.sgd(&step, params, grads, momentum, &pieces)?;
+                self.backend.sgd(&step, params, grads, momentum, pieces)?;
             }
         }
         Ok(())
@@ -143,18 +142,8 @@ impl StepDevice for Steps {
         decay: f64,
         params: &dyn Buffer,
         averages: &mut dyn Buffer,
-        pieces: &[merak_zero::StepRange],
+        pieces: &[StepRange],
     ) -> Result<(), DeviceError> {
-        let pieces: Vec<_> = pieces.iter().map(piece).collect();
-        Ok(self.backend.average(decay, params, averages, &pieces)?)
-    }
-}
-
-fn piece(piece: &merak_zero::StepRange) -> StepRange {
-    StepRange {
-        params: piece.params.clone(),
-        grads: piece.grads.clone(),
-        state: piece.state.clone(),
-        decays: piece.decays,
+        Ok(self.backend.average(decay, params, averages, pieces)?)
     }
 }

@@ -1,10 +1,9 @@
 //! A device steps as the host does, and its state goes out and in again.
 
 use crate::fixture::{config, data_parallel, grads, held, len, lr, noises, step};
-use merak_mpu::{Buffer, testing::world};
+use merak_mpu::{Buffer, StepRange, testing::world};
 use merak_zero::{
-    AdamStep, DeviceError, OptimizerKind, Step, StepDevice, StepRange, ZeroStage, adam_update,
-    sums_of_squares,
+    AdamStep, DeviceError, OptimizerKind, Step, StepDevice, ZeroStage, adam_update, sums_of_squares,
 };
 use std::{ops::Range, sync::Arc};
 

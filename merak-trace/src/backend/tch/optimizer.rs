@@ -5,7 +5,7 @@ use super::{
     storage::{TchBuffer, int},
 };
 use crate::{Error, Result};
-use merak_mpu::Buffer;
+use merak_mpu::{Buffer, StepRange};
 use std::{any::Any, ops::Range};
 use tch::{Device, Kind, TchError, Tensor};
 
@@ -42,19 +42,6 @@ pub struct SgdScalars {
     pub weight_decay: f64,
     /// Factor of the gradients.
     pub grad_scale: f64,
-}
-
-/// Adjacent elements with the same update rule.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StepRange {
-    /// Their range in the parameters.
-    pub params: Range<usize>,
-    /// Their range in the gradients.
-    pub grads: Range<usize>,
-    /// Their range in the state.
-    pub state: Range<usize>,
-    /// Whether weight decay applies to them.
-    pub decays: bool,
 }
 
 impl Tch {
