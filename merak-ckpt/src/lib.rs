@@ -152,7 +152,6 @@ mod manifest;
 mod output;
 mod parse_bytes;
 mod pending;
-mod philox;
 mod plan;
 mod read;
 mod region;
@@ -163,6 +162,7 @@ mod shard;
 mod store;
 #[cfg(any(feature = "candle", feature = "tch"))]
 mod tensors;
+mod uniform;
 mod verify;
 pub mod words;
 

@@ -1,6 +1,6 @@
 //! From logits to a token.
 
-use crate::philox::uniform;
+use crate::uniform::uniform;
 use crate::{Error, GenerateOptions, Result};
 use std::cmp::Ordering;
 use std::collections::BTreeSet;

@@ -112,6 +112,7 @@ pub mod names;
 #[cfg(all(unix, feature = "nccl"))]
 pub mod nccl;
 mod pages;
+pub mod philox;
 mod rank;
 mod run;
 mod sides;
