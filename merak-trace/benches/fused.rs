@@ -14,7 +14,6 @@ use merak_trace::kernels::{
     rms_norm_grad_input, rms_norm_grad_params, rope, silu_mul, silu_mul_grad, softmax,
     softmax_grad,
 };
-use merak_zero::{AdamStep, OptimizerConfig, adam_update};
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 use std::hint::black_box;
 use std::time::Instant;
@@ -94,7 +93,6 @@ fn cases() -> Result<Vec<Case>> {
         rotary_embedding()?,
         dropout_case()?,
         residual_add()?,
-        adamw()?,
     ]);
     Ok(cases)
 }
@@ -510,29 +508,6 @@ fn residual_add() -> Result<Case> {
     let (x, y) = (tensor(&[ROWS, WIDTH])?, tensor(&[ROWS, WIDTH])?);
     Ok(Case::new("residual add", fused, move || {
         black_box(x.add(&y)?);
-        Ok(())
-    }))
-}
-
-fn adamw() -> Result<Case> {
-    const LEN: usize = 1 << 22;
-    const LR: f64 = 3e-4;
-    let config = OptimizerConfig::default();
-    let (grad, mut param) = (noise(LEN), noise(LEN));
-    let (mut first, mut second) = (vec![0.0; LEN], vec![0.0; LEN]);
-    let step = AdamStep::new(&config, LR, 1, 1.0);
-    let fused = move || adam_update(&mut param, &grad, &mut first, &mut second, &step);
-
-    let (mut p, g) = (tensor(&[LEN])?, tensor(&[LEN])?);
-    let (mut m, mut v) = (g.zeros_like()?, g.zeros_like()?);
-    let (beta1, beta2) = (config.adam_beta1, config.adam_beta2);
-    let (decay, epsilon) = (config.weight_decay, config.adam_epsilon);
-    Ok(Case::new("AdamW, 4 M elements", fused, move || {
-        m = ((&m * beta1)? + (&g * (1.0 - beta1))?)?;
-        v = ((&v * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
-        let (m_hat, v_hat) = ((&m / (1.0 - beta1))?, (&v / (1.0 - beta2))?);
-        let update = (m_hat / (v_hat.sqrt()? + epsilon)?)?;
-        p = ((&p * (1.0 - LR * decay))? - (update * LR)?)?;
         Ok(())
     }))
 }
