@@ -74,15 +74,10 @@ pub enum Error {
     #[error("the file is empty: it has no actions")]
     EmptyFile,
     /// No schedule has this name.
-    #[error(
-        "unknown schedule \"{}\"; did you mean \"{nearest}\"? (one of {known})",
-        shown(name)
-    )]
+    #[error("unknown schedule \"{}\" (one of {known})", shown(name))]
     UnknownSchedule {
         /// The name that was asked for.
         name: String,
-        /// The most similar name.
-        nearest: &'static str,
         /// All names, separated by commas.
         known: String,
     },

@@ -41,7 +41,7 @@ use std::{fmt, str::FromStr};
 /// use merak_pipe::ScheduleKind;
 /// assert_eq!("1f1b".parse::<ScheduleKind>()?, ScheduleKind::OneFOneB);
 /// let error = "1fb1".parse::<ScheduleKind>().unwrap_err();
-/// assert!(error.to_string().contains("did you mean \"1f1b\"?"));
+/// assert!(error.to_string().starts_with("unknown schedule \"1fb1\" (one of gpipe, 1f1b, "));
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -239,21 +239,14 @@ impl FromStr for ScheduleKind {
 
     fn from_str(name: &str) -> Result<Self> {
         let names = Self::ALL.map(|kind| (kind.as_str(), kind));
-        let names = names.into_iter().chain(Self::ALIASES);
-        if let Some((_, kind)) = names.clone().find(|(known, _)| *known == name) {
-            return Ok(kind);
-        }
-        let similarity = |known: &str| strsim::jaro_winkler(known, name);
-        // Of equally similar names, the first.
-        let nearest = names
-            .map(|(known, _)| known)
-            .rev()
-            .max_by(|a, b| similarity(a).total_cmp(&similarity(b)));
-        Err(Error::UnknownSchedule {
-            name: name.into(),
-            nearest: nearest.expect("the registry is not empty"),
-            known: Self::ALL.map(Self::as_str).join(", "),
-        })
+        let mut names = names.into_iter().chain(Self::ALIASES);
+        let found = names.find(|(known, _)| *known == name);
+        found
+            .map(|(_, kind)| kind)
+            .ok_or_else(|| Error::UnknownSchedule {
+                name: name.into(),
+                known: Self::ALL.map(Self::as_str).join(", "),
+            })
     }
 }
 
@@ -303,7 +296,7 @@ mod tests {
     #[test]
     fn errors_say_what_would_do() {
         let unknown = "shifted_critcal_path".parse::<ScheduleKind>().unwrap_err();
-        insta::assert_snapshot!(unknown, @r#"unknown schedule "shifted_critcal_path"; did you mean "shifted_critical_path"? (one of gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, inference)"#);
+        insta::assert_snapshot!(unknown, @r#"unknown schedule "shifted_critcal_path" (one of gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, inference)"#);
         let few = ScheduleKind::ShiftedCriticalPath
             .generate(Size::new(2, 3))
             .unwrap_err();

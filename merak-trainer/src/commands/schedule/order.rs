@@ -2,6 +2,7 @@
 
 use super::{Args, Failure, Format, MAX_SCHEDULE_BYTES, of_file};
 use merak_ckpt::words::file;
+use merak_mpu::names::{did_you_mean, nearest};
 use merak_pipe::{
     AutoLimits, ByteLimits, Costs, PageOptions, Schedule, ScheduleKind, Size, UnitCosts, auto,
 };
@@ -98,17 +99,13 @@ impl Order {
 /// The schedule with this name. The error also lists `auto`, which is not a schedule of merak-pipe.
 fn named(name: &str) -> Result<ScheduleKind, Failure> {
     use merak_pipe::Error::UnknownSchedule;
+    let names = ScheduleKind::ALL.map(ScheduleKind::as_str);
+    let hint = did_you_mean(nearest(name, names.into_iter().chain(["auto"])));
     name.parse().map_err(|error| match error {
-        UnknownSchedule {
-            name,
-            nearest,
-            known,
-        } => UnknownSchedule {
-            name,
-            nearest,
-            known: format!("{known}, auto"),
+        UnknownSchedule { name, known } => {
+            let known = format!("{known}, auto");
+            format!("{}{hint}", UnknownSchedule { name, known }).into()
         }
-        .into(),
         error => error.into(),
     })
 }
