@@ -13,6 +13,7 @@ pub(crate) mod tokenize;
 pub(crate) mod trace;
 pub(crate) mod train;
 
+mod degrees;
 mod environment;
 mod failure;
 #[cfg(test)]

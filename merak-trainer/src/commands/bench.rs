@@ -5,7 +5,7 @@ mod generate;
 mod pipeline;
 mod save;
 
-use super::{Outcome, output, world};
+use super::{Outcome, degrees::DegreeOptions, output, world};
 use clap::{ArgAction, Args as ClapArgs, Subcommand};
 use merak_ckpt::cli::at_least_one;
 use merak_mpu::{GroupKind, LinkSpeed, Member, Mpu, SlowLink};
@@ -31,37 +31,26 @@ pub(crate) enum Bench {
 
 /// Times training steps of a GPT on made-up tokens and prints one JSON line.
 #[derive(Debug, ClapArgs)]
+#[command(
+    mut_arg("layers", |arg| arg.default_value("8")),
+    mut_arg("hidden", |arg| arg.default_value("512")),
+    mut_arg("heads", |arg| arg.default_value("8")),
+    mut_arg("vocab", |arg| arg.default_value("8192"))
+)]
 pub(crate) struct Gpt {
-    /// Data-parallel replicas.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    dp: usize,
-    /// Tensor-parallel ranks.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    tp: usize,
-    /// Pipeline stages.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    pp: usize,
+    #[command(flatten)]
+    degrees: DegreeOptions,
     /// Ranks that share each sequence.
     #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     sp: usize,
     /// ZeRO stage.
     #[arg(long, default_value_t = 0)]
     zero: usize,
-    /// Transformer layers.
-    #[arg(long, default_value_t = 8)]
-    layers: usize,
-    /// Width of the hidden states.
-    #[arg(long, default_value_t = 512)]
-    hidden: usize,
-    /// Attention heads.
-    #[arg(long, default_value_t = 8)]
-    heads: usize,
+    #[command(flatten)]
+    shape: Shape,
     /// Length of the sequences.
     #[arg(long, default_value_t = 256)]
     seq: usize,
-    /// Vocabulary.
-    #[arg(long, default_value_t = 8192)]
-    vocab: usize,
     /// Samples of a step over all replicas.
     #[arg(long, default_value_t = 16)]
     batch: usize,
@@ -181,11 +170,7 @@ impl Gpt {
             return Err("--link-latency goes with --replica-link or --tensor-link".into());
         }
         let (config, args) = self.arguments()?;
-        let model = models::from_config(&json!({
-            "model_type": "gpt", "vocab_size": self.vocab, "max_position_embeddings": self.seq, "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-        }));
-        let model = model.map_err(|error| of_size(error, "--seq"))?;
+        let model = self.shape.gpt(self.seq)?;
         self.measure(model, &args)
             .map_err(|error| located(&config, error))
     }
@@ -206,7 +191,7 @@ impl Gpt {
         let data: Arc<dyn Dataset> = Arc::new(MadeUp {
             samples,
             seq: self.seq,
-            vocab: self.vocab,
+            vocab: self.shape.vocab,
         });
         let results = self.train(&plan, args, &data)?;
         let RankOutcome {
@@ -312,9 +297,9 @@ impl Gpt {
                 ))
             }
         };
-        let microbatches = batches("--microbatches", self.microbatches, "--dp", self.dp)?;
+        let microbatches = batches("--microbatches", self.microbatches, "--dp", self.degrees.dp)?;
         let samples = batches("--batch", self.batch, "--microbatches", self.microbatches)?;
-        let mut options = self.degrees();
+        let mut options = self.options();
         options.extend([
             ("--schedule", "train_schedule", self.schedule().to_owned()),
             (
@@ -351,12 +336,10 @@ impl Gpt {
     }
 
     /// The degrees and what ranks share out.
-    fn degrees(&self) -> Options {
-        let shared_vocab = self.parallel_vocab && self.tp > 1;
-        vec![
-            ("--dp", "dp", self.dp.to_string()),
-            ("--tp", "tp", self.tp.to_string()),
-            ("--pp", "pp", self.pp.to_string()),
+    fn options(&self) -> Options {
+        let shared_vocab = self.parallel_vocab && self.degrees.tp > 1;
+        let mut options = self.degrees.options().to_vec();
+        options.extend([
             ("--sp", "sp", self.sp.to_string()),
             ("--zero", "zero_stage", self.zero.to_string()),
             (
@@ -374,22 +357,23 @@ impl Gpt {
                 "sequence_parallel",
                 self.sequence_parallel.to_string(),
             ),
-        ]
+        ]);
+        options
     }
 
     fn schedule(&self) -> &str {
         match &self.schedule {
             Some(schedule) => schedule,
-            None if self.pp > 1 => "auto",
+            None if self.degrees.pp > 1 => "auto",
             None => "1f1b",
         }
     }
 
     fn mode(&self) -> String {
         let degrees = [
-            ("dp", self.dp),
-            ("tp", self.tp),
-            ("pp", self.pp),
+            ("dp", self.degrees.dp),
+            ("tp", self.degrees.tp),
+            ("pp", self.degrees.pp),
             ("sp", self.sp),
         ];
         let parts: Vec<_> = degrees
@@ -405,9 +389,9 @@ impl Gpt {
     }
 }
 
-/// The sizes of a GPT-2, by default those of its smallest.
+/// The sizes of a model, by default those of the smallest GPT-2.
 #[derive(Debug, ClapArgs)]
-struct Gpt2Shape {
+struct Shape {
     /// Transformer layers.
     #[arg(long, default_value_t = 12)]
     layers: usize,
@@ -422,9 +406,18 @@ struct Gpt2Shape {
     vocab: usize,
 }
 
-impl Gpt2Shape {
-    /// The model with `positions` positions; errors name `option` for them.
-    fn model(
+impl Shape {
+    /// A GPT with the positions that `--seq` gives.
+    fn gpt(&self, seq: usize) -> Result<Box<dyn models::Model>, super::Failure> {
+        let json = json!({
+            "model_type": "gpt", "vocab_size": self.vocab, "max_position_embeddings": seq, "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+        });
+        models::from_config(&json).map_err(|error| of_size(error, "--seq"))
+    }
+
+    /// A GPT-2 with `positions` positions; errors name `option` for them.
+    fn gpt2(
         &self,
         positions: usize,
         option: &str,

@@ -2,13 +2,14 @@
 
 use super::{
     Outcome,
+    degrees::DegreeOptions,
     model::Loaded,
     output,
     session::{Session, own_adapter, parse_ids},
     world,
 };
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
-use merak_ckpt::{Adapter, Checkpoint, Completion, cli::at_least_one, words::file};
+use merak_ckpt::{Adapter, Checkpoint, Completion, words::file};
 use merak_trainer::{
     Config, Error, Given, MerakTrainer, Origin, Result, World,
     data::{ChatPrompts, Tokenizer},
@@ -107,15 +108,8 @@ pub(crate) struct Args {
     /// Seed of the draws [default: 42].
     #[arg(long, allow_negative_numbers = true)]
     seed: Option<u64>,
-    /// Replicas, which share out the prompts.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    dp: usize,
-    /// Tensor-parallel ranks.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    tp: usize,
-    /// Pipeline stages.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    pp: usize,
+    #[command(flatten)]
+    degrees: DegreeOptions,
     /// Prints one JSON document, a prompt to a line.
     #[arg(long)]
     json: bool,
@@ -238,12 +232,8 @@ fn adapters(args: &Args, checkpoint: &Checkpoint, loaded: &Loaded) -> Result<Vec
 impl Args {
     /// The degrees as configuration keys.
     fn degrees(&self) -> [Given; 3] {
-        [
-            ("--dp", "dp", self.dp),
-            ("--tp", "tp", self.tp),
-            ("--pp", "pp", self.pp),
-        ]
-        .map(|(option, key, degree)| Given::by(option, key, degree.to_string()))
+        let options = self.degrees.options();
+        options.map(|(option, key, degree)| Given::by(option, key, degree))
     }
 
     /// The options that say how tokens are chosen, as configuration keys.

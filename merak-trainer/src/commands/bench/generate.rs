@@ -1,7 +1,7 @@
 //! `merak bench generate`: how fast a model continues prompts.
 
 use clap::Args as ClapArgs;
-use merak_ckpt::{GenerateOptions, cli::at_least_one};
+use merak_ckpt::GenerateOptions;
 use merak_trace::{Param, models::Model};
 use merak_trainer::{
     CheckedArguments, Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, Workload,
@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::Gpt2Shape;
+use super::{super::degrees::DegreeOptions, Shape};
 
 /// Seconds of one round on a rank.
 struct Times {
@@ -28,17 +28,10 @@ struct Times {
 /// Times greedy decoding of a GPT-2 with random weights and made-up prompts; prints one JSON line.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Generate {
-    /// Replicas, which share out the prompts.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    dp: usize,
-    /// Tensor-parallel ranks.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    tp: usize,
-    /// Pipeline stages.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    pp: usize,
     #[command(flatten)]
-    shape: Gpt2Shape,
+    degrees: DegreeOptions,
+    #[command(flatten)]
+    shape: Shape,
     /// Prompts that are continued at once.
     #[arg(long, default_value_t = 1)]
     batch: usize,
@@ -74,7 +67,7 @@ impl Generate {
         let (config, args) = self.arguments(length)?;
         let model = self
             .shape
-            .model(length, "--prompt and --new-tokens: their sum")?;
+            .gpt2(length, "--prompt and --new-tokens: their sum")?;
         self.measure(model, length, &args)
             .map_err(|error| super::located(&config, error))
     }
@@ -165,16 +158,12 @@ impl Generate {
         &self,
         length: usize,
     ) -> Result<(Config, CheckedArguments), super::super::Failure> {
-        let mut options: super::Options = vec![
-            ("--dp", "dp", self.dp.to_string()),
-            ("--tp", "tp", self.tp.to_string()),
-            ("--pp", "pp", self.pp.to_string()),
-            (
-                "--prompt and --new-tokens",
-                "seq_length",
-                length.to_string(),
-            ),
-        ];
+        let mut options = self.degrees.options().to_vec();
+        options.push((
+            "--prompt and --new-tokens",
+            "seq_length",
+            length.to_string(),
+        ));
         options.extend(super::of_dtype(&self.dtype)?);
         options.extend(super::of_ranks(self.threads, self.lora_config.as_deref()));
         super::configured(options, &[("per_device_train_batch_size", "1")])

@@ -1,9 +1,9 @@
 //! `merak bench pipeline`: schedules as they ran, beside the simulator's predictions.
 
-use super::{super::Failure, MadeUp, Options, configured, located, of_size, trainer_on};
+use super::{super::Failure, MadeUp, Options, Shape, configured, located, trainer_on};
 use clap::Args as ClapArgs;
 use merak_pipe::{Costs, ScheduleKind, Timeline, simulate_on};
-use merak_trace::models::{self, Model};
+use merak_trace::models::Model;
 use merak_trainer::{
     CheckedArguments, Config, CostModel, Plan, PlanInputs, Prediction, Result, StageTimes,
     StepRecord, Workload, World, data::Dataset, metrics::median, run_world,
@@ -14,6 +14,12 @@ use std::sync::Arc;
 /// Runs pipeline schedules on a GPT and prints a JSON line for each: what was executed, what the
 /// simulator makes of the action times of the same steps, and what the cost model predicted before.
 #[derive(Debug, ClapArgs)]
+#[command(
+    mut_arg("layers", |arg| arg.default_value("4")),
+    mut_arg("hidden", |arg| arg.default_value("256")),
+    mut_arg("heads", |arg| arg.default_value("4")),
+    mut_arg("vocab", |arg| arg.default_value("2048"))
+)]
 pub(crate) struct Pipeline {
     /// Ranks of the pipeline.
     #[arg(long, default_value_t = 2)]
@@ -21,21 +27,11 @@ pub(crate) struct Pipeline {
     /// Schedules, by name; unset: all that train.
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     schedules: Vec<String>,
-    /// Transformer layers.
-    #[arg(long, default_value_t = 4)]
-    layers: usize,
-    /// Width of the hidden states.
-    #[arg(long, default_value_t = 256)]
-    hidden: usize,
-    /// Attention heads.
-    #[arg(long, default_value_t = 4)]
-    heads: usize,
+    #[command(flatten)]
+    shape: Shape,
     /// Length of the sequences.
     #[arg(long, default_value_t = 128)]
     seq: usize,
-    /// Vocabulary.
-    #[arg(long, default_value_t = 2048)]
-    vocab: usize,
     /// Samples of a microbatch.
     #[arg(long, default_value_t = 2)]
     batch: usize,
@@ -77,12 +73,7 @@ impl Pipeline {
         if self.steps == 0 || self.rounds == 0 {
             return Err("--steps and --rounds expect at least 1".into());
         }
-        let model: Arc<dyn Model> = models::from_config(&json!({
-            "model_type": "gpt", "vocab_size": self.vocab, "max_position_embeddings": self.seq, "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-        }))
-        .map_err(|error| of_size(error, "--seq"))?
-        .into();
+        let model: Arc<dyn Model> = self.shape.gpt(self.seq)?.into();
         let mut schedules = Vec::new();
         for name in self.names() {
             schedules.push((self.arguments(&name)?, name, Found::default()));
@@ -190,7 +181,7 @@ impl Pipeline {
         let data: Arc<dyn Dataset> = Arc::new(MadeUp {
             samples: (self.steps + 1) * args.global_batch(),
             seq: self.seq,
-            vocab: self.vocab,
+            vocab: self.shape.vocab,
         });
         run_world(args, |member| {
             let mut trainer = trainer_on(&data, member, plan, args)?;

@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Gpt2Shape, MadeUp, trainer_on};
+use super::{MadeUp, Shape, trainer_on};
 
 /// Times checkpoints of a GPT that are written at once and while training goes on; prints one JSON
 /// line.
@@ -28,7 +28,7 @@ pub(crate) struct Save {
     #[arg(long, default_value_t = 0)]
     zero: usize,
     #[command(flatten)]
-    shape: Gpt2Shape,
+    shape: Shape,
     /// Length of the sequences, of which each replica trains on one per step.
     #[arg(long, default_value_t = 512)]
     seq: usize,
@@ -57,7 +57,7 @@ impl Save {
             return Err("--steps is 0, expected at least 1".into());
         }
         let (config, args) = self.arguments()?;
-        let model = self.shape.model(self.seq, "--seq")?;
+        let model = self.shape.gpt2(self.seq, "--seq")?;
         self.measure(model, &args)
             .map_err(|error| super::located(&config, error))
     }
