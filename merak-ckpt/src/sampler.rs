@@ -152,27 +152,27 @@ impl Sampler {
         let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let exp = |logit: &f32| f64::from(logit - most).exp();
         let log_sum = logits.iter().map(exp).sum::<f64>().ln();
-        let candidate = |(&logit, id): (&f32, u32)| Candidate {
-            id,
-            logit: (f64::from(logit) - f64::from(most) - log_sum) as f32,
-            weight: 1.0,
-        };
-        let mut candidates: Vec<_> = logits.iter().zip(0..).map(candidate).collect();
-        self.penalise(&mut candidates, tokens);
-        self.forbid_repeated(&mut candidates, tokens);
+        let of_one = |&logit: &f32| (f64::from(logit) - f64::from(most) - log_sum) as f32;
+        let candidates = self.possible(logits.iter().map(of_one), tokens);
         Ok(candidates.iter().map(|candidate| candidate.logit).collect())
     }
 
-    /// The tokens that may be drawn; none where no logit is finite.
-    fn candidates(&self, logits: &[f32], tokens: &[u32]) -> Vec<Candidate> {
-        let candidate = |(&logit, id): (&f32, u32)| Candidate {
+    /// All tokens, with the repetition penalty and without runs that may not repeat.
+    fn possible(&self, logits: impl Iterator<Item = f32>, tokens: &[u32]) -> Vec<Candidate> {
+        let candidate = |(logit, id): (f32, u32)| Candidate {
             id,
             logit,
             weight: 1.0,
         };
-        let mut candidates: Vec<_> = logits.iter().zip(0..).map(candidate).collect();
+        let mut candidates: Vec<_> = logits.zip(0..).map(candidate).collect();
         self.penalise(&mut candidates, tokens);
         self.forbid_repeated(&mut candidates, tokens);
+        candidates
+    }
+
+    /// The tokens that may be drawn; none where no logit is finite.
+    fn candidates(&self, logits: &[f32], tokens: &[u32]) -> Vec<Candidate> {
+        let mut candidates = self.possible(logits.iter().copied(), tokens);
         candidates.retain(|candidate| candidate.logit > f32::NEG_INFINITY);
         let Some(&best) = candidates.iter().min_by(|a, b| likelier(a, b)) else {
             return candidates;
