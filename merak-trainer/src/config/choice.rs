@@ -20,10 +20,6 @@ macro_rules! named_setting {
                 one_of(&$names)
             }
 
-            fn from_value(value: &Value) -> Result<Self, Refusal> {
-                Self::from_text(value.as_str().ok_or(Refusal::Type)?)
-            }
-
             fn from_text(text: &str) -> Result<Self, Refusal> {
                 let parsed: Option<Self> = $parse(text);
                 parsed.ok_or_else(|| refuse(text, $names.into_iter(), $later))
@@ -205,10 +201,6 @@ impl HalfPrecision {
 impl Setting for HalfPrecision {
     fn expected(_: Range) -> String {
         one_of(&Self::NAMES)
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
     }
 
     fn from_text(text: &str) -> Result<Self, Refusal> {

@@ -17,10 +17,6 @@ impl Setting for AdapterName {
         ADAPTER_NAMES.into()
     }
 
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
-    }
-
     fn from_text(text: &str) -> Result<Self, Refusal> {
         let name = Some(text).filter(|text| is_adapter_name(text));
         name.map(|name| Self(name.into())).ok_or(Refusal::Type)
@@ -52,10 +48,6 @@ impl MetricName {
 impl Setting for MetricName {
     fn expected(_: Range) -> String {
         "the name of a metric, such as eval_loss".into()
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
     }
 
     fn from_text(text: &str) -> Result<Self, Refusal> {

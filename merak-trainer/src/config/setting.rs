@@ -50,10 +50,13 @@ pub(crate) trait Setting: Sized {
         None
     }
 
-    /// Reads a typed value, as files give it.
-    fn from_value(value: &Value) -> Result<Self, Refusal>;
+    /// Reads a typed value, as files give it: where a type does not say otherwise, a text.
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
+    }
 
-    /// Reads text, as the environment and the command line give it.
+    /// Reads text, as the environment and the command line give it: where a type does not say
+    /// otherwise, a value. A type has at least one of the two.
     fn from_text(text: &str) -> Result<Self, Refusal> {
         let value = strict::parse_text(text)?;
         Self::from_value(&value)
@@ -197,10 +200,6 @@ impl Setting for String {
         "a string".into()
     }
 
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        value.as_str().map(Self::from).ok_or(Refusal::Type)
-    }
-
     fn from_text(text: &str) -> Result<Self, Refusal> {
         Ok(text.into())
     }
@@ -213,10 +212,6 @@ impl Setting for String {
 impl Setting for PathBuf {
     fn expected(_: Range) -> String {
         "a path".into()
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        value.as_str().map(Self::from).ok_or(Refusal::Type)
     }
 
     fn from_text(text: &str) -> Result<Self, Refusal> {
@@ -236,10 +231,6 @@ pub struct InputPath(pub PathBuf);
 impl Setting for InputPath {
     fn expected(range: Range) -> String {
         PathBuf::expected(range)
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        PathBuf::from_value(value).map(Self)
     }
 
     fn from_text(text: &str) -> Result<Self, Refusal> {

@@ -106,10 +106,6 @@ impl Setting for TemplateSource {
         "a path, a name".into()
     }
 
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
-    }
-
     fn from_text(text: &str) -> Result<Self, Refusal> {
         // A path with folders is no name.
         let is_name = Path::new(text).file_name() == Some(OsStr::new(text));
