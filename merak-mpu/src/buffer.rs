@@ -121,7 +121,7 @@ impl<T: Element> Buffer for Vec<T> {
     }
 }
 
-/// Adjacent elements that a step of an optimizer updates alike, by their places in its flat buffers.
+/// Adjacent elements that a step of an optimizer updates alike, by their places in flat buffers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepRange {
     /// Where they lie in the parameters.
