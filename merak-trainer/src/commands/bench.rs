@@ -100,6 +100,9 @@ pub(crate) struct Gpt {
     /// Tensor-parallel ranks share out norms and residual sums by positions.
     #[arg(long)]
     sequence_parallel: bool,
+    /// The backward computes each layer's activations again.
+    #[arg(long)]
+    recompute: bool,
     /// Megabytes in a second that each rank exchanges with its replicas, as over a slower network.
     #[arg(long, value_name = "MB", value_parser = speed)]
     replica_link: Option<f64>,
@@ -321,11 +324,15 @@ impl Gpt {
             ("--backend", "compute.backend", self.backend.clone()),
             ("--device", "compute.device", self.device.clone()),
             ("--units", "compute.units", self.units.clone()),
+            (
+                "--recompute",
+                "activation_checkpointing",
+                self.recompute.to_string(),
+            ),
         ]);
         options.extend(dtype);
         options.extend(of_ranks(self.threads, self.lora_config.as_deref()));
         let always = [
-            ("activation_checkpointing", "false"),
             ("learning_rate", "3e-4"),
             ("lr_scheduler_type", "constant"),
             ("weight_decay", "0.01"),
