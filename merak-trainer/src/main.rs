@@ -36,7 +36,7 @@ enum Command {
     Trace(commands::trace::Args),
     Schedule(commands::schedule::Args),
     Config(commands::config::Args),
-    Generate(commands::generate::Args),
+    Generate(Box<commands::generate::Args>),
     Doctor(commands::doctor::Args),
     /// Measures this machine.
     #[command(subcommand)]

@@ -406,7 +406,8 @@ fn ranks_that_were_all_stopped_for_longer_than_a_wait_say_so() {
     thread::sleep(2 * SILENCE + SILENCE / 4);
     ranks.signal(&[0, 1, 2], Signal::CONT);
     let results = ranks.results(None);
-    let late = "rank 1 failed: no answer within 4s";
+    // A rank that got no processor before the stop may be the one that is waited for.
+    let late = "failed: no answer within 4s";
     let asleep = "meanwhile the process of rank 0 was stopped, or had no processor, for 4.";
     let said = &results[1].1;
     assert!(said.contains(late) && said.contains(asleep), "{results:?}");
