@@ -137,7 +137,7 @@ impl DataFingerprint {
 }
 
 impl TokenizerFingerprint {
-    pub(super) fn of(tokenizer: &Tokenizer) -> Result<Self> {
+    pub(crate) fn of(tokenizer: &Tokenizer) -> Result<Self> {
         Ok(Self {
             tokens: tokenizer.vocab_size() as u64,
             checksum: Checksum::of(tokenizer.to_json()?.as_bytes()),

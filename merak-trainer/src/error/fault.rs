@@ -81,6 +81,7 @@ impl Error {
             }
             Self::Folder(FolderError::LoggingDir { .. }) => vec!["logging_dir"],
             Self::Resume(ResumeError::NoCheckpoint { .. }) => vec!["resume_from_checkpoint"],
+            Self::Resume(ResumeError::OtherTokenizer { .. }) => vec!["data.tokenizer"],
             Self::Data(error) => error.keys(),
             Self::Plan(error) => error.keys(),
             Self::Model(error) => of_model(error),

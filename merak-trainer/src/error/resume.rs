@@ -46,6 +46,20 @@ pub enum ResumeError {
         /// The first difference.
         difference: String,
     },
+    /// A run that goes on would give the weights other tokens than those that they have learned.
+    #[error(
+        "the checkpoint {} was trained with the {saved}, but the run has the {now}: set \"data.tokenizer\" to {}, or \
+         \"finetune\" to start anew with the weights alone",
+        file(path), file(&path.join("tokenizer.json"))
+    )]
+    OtherTokenizer {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Its tokenizer.
+        saved: String,
+        /// The run's.
+        now: String,
+    },
     /// The best model cannot be loaded at the end.
     #[error(
         "training is done, and step {last} is saved, but the best model, that of step {step}, cannot be loaded"

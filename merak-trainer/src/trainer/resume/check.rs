@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     config::CheckedArguments,
+    data::{DataFingerprint, Tokenizer, TokenizerFingerprint},
     error::{Error, Result, ResumeError},
     folder::ADAPTER_CONFIG,
     plan::{ParamGroups, Plan},
@@ -40,6 +41,13 @@ pub(in crate::trainer) fn check(
                 path: path(),
                 part: "random state".to_owned(),
                 flag: "no_load_rng",
+            }));
+        }
+        if let Some([saved, now]) = other_tokenizer(parts, state, checkpoint) {
+            return Err(Error::Resume(ResumeError::OtherTokenizer {
+                path: path(),
+                saved: saved.to_string(),
+                now: now.to_string(),
             }));
         }
         if !args.no_load_optim {
@@ -315,4 +323,23 @@ pub(super) fn other_length(plan: &Plan, checkpoint: &Checkpoint) -> Option<[u64;
     let saved = checkpoint.manifest().header.model["seq_length"].as_u64()?;
     let now = plan.draft.seq_length as u64;
     (saved != now).then_some([saved, now])
+}
+
+/// The tokenizers of a checkpoint and of the run, where texts become other tokens than those that
+/// the weights have learned. The file in the checkpoint is the same one, also where another
+/// version of this program has written it.
+pub(super) fn other_tokenizer(
+    parts: &TrainerParts,
+    saved: &RunState,
+    checkpoint: &Checkpoint,
+) -> Option<[TokenizerFingerprint; 2]> {
+    let tokenizer = |data: Option<DataFingerprint>| data?.tokenizer;
+    let (saved, now) = (tokenizer(saved.data)?, tokenizer(parts.fingerprint)?);
+    if saved == now {
+        return None;
+    }
+    let own = Tokenizer::from_file(&checkpoint.path().join("tokenizer.json"));
+    let own = own.and_then(|own| TokenizerFingerprint::of(&own));
+    let is_own = own.is_ok_and(|own| own == now);
+    (!is_own).then_some([saved, now])
 }

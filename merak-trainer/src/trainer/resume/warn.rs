@@ -2,10 +2,10 @@
 
 use super::{
     super::{TrainerParts, run_state::RunState},
-    check::other_length,
+    check::{other_length, other_tokenizer},
     fresh::Fresh,
 };
-use crate::{config::CheckedArguments, data::DataFingerprint, plan::Plan};
+use crate::{config::CheckedArguments, plan::Plan};
 use merak_ckpt::Checkpoint;
 use merak_zero::EMA;
 use serde_json::Value;
@@ -42,11 +42,7 @@ pub(in crate::trainer) fn warn_of_checkpoint(
 
 /// Warns where texts become other tokens than those that the weights have learned.
 fn warn_of_tokenizer(parts: &TrainerParts, saved: &RunState, checkpoint: &Checkpoint) {
-    let tokenizer = |data: Option<DataFingerprint>| data?.tokenizer;
-    let (Some(saved), Some(now)) = (tokenizer(saved.data), tokenizer(parts.fingerprint)) else {
-        return;
-    };
-    if saved != now {
+    if let Some([saved, now]) = other_tokenizer(parts, saved, checkpoint) {
         tracing::warn!(
             path = %checkpoint.path().display(),
             %saved,

@@ -620,6 +620,11 @@ fn weights_that_get_the_tokens_of_another_tokenizer_bring_a_warning() {
         assert!(said("other.json").contains(warning), "{line}");
         assert!(!said("same.json").contains(warning), "{line}");
     }
+    // A run that goes on would train on tokens that its weights know otherwise.
+    let goes_on = format!("train merak.toml --max_steps 3 --resume {checkpoint} --data.tokenizer");
+    let refused = place.merak(&format!("{goes_on} other.json"));
+    assert_snapshot!(refusal(&refused), @r#"error: the checkpoint run/checkpoints/step-00000002 was trained with the tokenizer CHECKSUM of 257 tokens, but the run has the tokenizer CHECKSUM of 257 tokens: set "data.tokenizer" to run/checkpoints/step-00000002/tokenizer.json, or "finetune" to start anew with the weights alone (command line --data.tokenizer)"#);
+    place.succeed(&format!("{goes_on} same.json"));
 }
 
 #[test]
