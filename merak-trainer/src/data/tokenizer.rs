@@ -4,12 +4,13 @@ mod byte_level;
 mod encoded;
 
 use std::{
-    fmt,
+    fmt, io,
     ops::Range,
     path::{Path, PathBuf},
 };
 
 use merak_ckpt::words::file;
+use merak_mpu::names::{did_you_mean, nearest};
 use serde_json::json;
 
 use self::byte_level::{END_NAME, byte_level_bpe, byte_names, bytes_as_hugging_face, is_of_bytes};
@@ -78,7 +79,9 @@ impl Tokenizer {
     pub fn load(source: &TokenizerSource) -> Result<Self> {
         match source {
             TokenizerSource::Bytes => Ok(Self::bytes()),
-            TokenizerSource::File(path) => Self::from_file(path),
+            TokenizerSource::File(path) => {
+                Self::from_file(path).map_err(|error| misspelled(path, error))
+            }
             TokenizerSource::TrainBpe(_) => Err(Self::not_trained(
                 &"it is trained on text, and there is none here",
             )),
@@ -368,6 +371,23 @@ fn as_utf8<'t>(path: &Path, text: &'t [u8]) -> Result<&'t str> {
         let message = format!("it takes UTF-8, and the text has the byte {byte:#04x} at {at}");
         failure(path, &message)
     })
+}
+
+/// The error of a file that is not there, whose name is nearly that of a tokenizer without a file.
+fn misspelled(path: &Path, error: Error) -> Error {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let near = name.and_then(|name| nearest(name, ["bytes"]));
+    match error {
+        Error::ReadInput { source, .. }
+            if source.kind() == io::ErrorKind::NotFound && near.is_some() =>
+        {
+            failure(
+                path,
+                &format!("there is no such file{}", did_you_mean(near)),
+            )
+        }
+        error => error,
+    }
 }
 
 fn failure(path: &Path, error: &dyn fmt::Display) -> Error {

@@ -82,8 +82,10 @@ impl MerakTrainer {
     pub(super) fn resume(&mut self, from: &str) -> Result<bool> {
         let candidates = || Candidates::new(from, || self.args.run_folder());
         let mut candidates = self.stages.mpu.is_rank_0().then(candidates).transpose()?;
-        let words = |error| resume::with_words(error, from);
-        while let Some(opened) = self.next_candidate(candidates.as_mut()).map_err(words)? {
+        while let Some(opened) = self
+            .next_candidate(candidates.as_mut())
+            .map_err(|error| resume::with_words(error, from, &self.args))?
+        {
             let read = match opened {
                 Ok(checkpoint) => {
                     let (plan, parts) = (&self.stages.plan, &self.parts);

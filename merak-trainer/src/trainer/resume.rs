@@ -16,7 +16,10 @@ use crate::{
     folder::{ADAPTER_CONFIG, AUTO, Contents, OWN_CHECKPOINTS},
     plan::{BASE_NAME, Plan},
 };
-use merak_ckpt::{Checkpoint, Error as CkptError, LoraConfig, format::CHECKPOINTS};
+use merak_ckpt::{
+    Checkpoint, Error as CkptError, LoraConfig, Store,
+    format::{CHECKPOINTS, parse_step_name},
+};
 use merak_mpu::names::nearest;
 use serde_json::Value;
 use std::{
@@ -129,7 +132,7 @@ pub(super) fn find(
 ) -> Result<Option<LoadedCheckpoint>> {
     if let Some(from) = &args.resume_from_checkpoint
         && let Some(found) =
-            find_from(from, plan, args, parts).map_err(|error| with_words(error, from))?
+            find_from(from, plan, args, parts).map_err(|error| with_words(error, from, args))?
     {
         return Ok(Some(found));
     }
@@ -140,18 +143,36 @@ pub(super) fn find(
     Ok(None)
 }
 
-/// Adds the nearest of these words to an error that a path does not exist.
-pub(super) fn with_words(error: Error, from: &str) -> Error {
+/// Adds the nearest of these words, or of the checkpoints, to an error that a path does not exist.
+pub(super) fn with_words(error: Error, from: &str, args: &CheckedArguments) -> Error {
     match error {
         Error::Checkpoint(reason)
             if matches!(*reason, CkptError::NotFound { .. })
                 && !OWN_CHECKPOINTS.contains(&from) =>
         {
-            let nearest = nearest(from, OWN_CHECKPOINTS).map(Into::into);
+            let word = nearest(from, OWN_CHECKPOINTS).map(Into::into);
+            let nearest = word.or_else(|| nearest_step(Path::new(from), args));
             Error::Resume(ResumeError::NoCheckpoint { reason, nearest })
         }
         other => other,
     }
+}
+
+/// The checkpoint whose step is nearest to the one that a path, or a number, names: beside that
+/// path, else in the folder of the run.
+fn nearest_step(from: &Path, args: &CheckedArguments) -> Option<String> {
+    let name = from.file_name()?.to_str()?;
+    let step = parse_step_name(name).or_else(|| name.parse().ok())?;
+    let closest = |steps: Vec<u64>| steps.into_iter().min_by_key(|other| other.abs_diff(step));
+    let folder = from.parent().filter(|folder| *folder != Path::new(""));
+    if let Some(store) = folder.map(Store::new)
+        && let Some(step) = store.steps().ok().and_then(closest)
+    {
+        return Some(store.path_of(step).display().to_string());
+    }
+    let run = Contents::of(&args.run_folder().ok()?).ok()?;
+    let path = run.path_of(closest(run.steps().ok()?)?);
+    Some(run.named(&path).display().to_string())
 }
 
 fn find_from(

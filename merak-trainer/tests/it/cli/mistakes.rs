@@ -129,6 +129,17 @@ fn checkpoints_that_do_not_fit_are_refused() {
     let resume = |keys: &str| place.mistake(&format!("train merak.toml --max_steps 4 {keys}"));
     assert_snapshot!(resume("--resume latest --model.config wider.json"), @"error: the checkpoint run/checkpoints/step-00000002 is of another model: transformer.wte.weight has shape [257, 16] there, but [257, 32] in the model");
     assert_snapshot!(resume("--resume nowhere"), @r#"error: no checkpoint at nowhere: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line --resume)"#);
+    // A step that is not there: by its name, its number, its path.
+    for step in ["step-00000400", "400", "run/checkpoints/step-00000001"] {
+        assert_eq!(
+            resume(&format!("--resume {step}")),
+            format!(
+                "error: no checkpoint at {step}: the path does not exist, expected a checkpoint, an output folder, \
+                 latest or auto; did you mean \"run/checkpoints/step-00000002\"? (\"resume_from_checkpoint\", \
+                 command line --resume)"
+            )
+        );
+    }
     assert_snapshot!(place.mistake("generate nowhere --prompt a"), @"error: no checkpoint at nowhere: the path does not exist");
     assert_snapshot!(place.mistake("generate text --prompt a"), @"error: no checkpoint at text: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`");
 
@@ -489,6 +500,7 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
     assert_snapshot!(train("--dataloader_drop_last --per_device_eval_batch_size 50"), @r#"error: 6 evaluation samples are fewer than one global batch of 200 (50 per microbatch x 4 microbatches x dp 1): give more data or a smaller batch ("per_device_eval_batch_size", command line --per_device_eval_batch_size)"#);
     assert_snapshot!(train("--data.format jsonl"), @r#"error: text/a.txt:1: the line is no JSON: expected value at line 1 column 1 ("data.format", command line --data.format)"#);
     assert_snapshot!(train("--resume lastest"), @r#"error: no checkpoint at lastest: the path does not exist, expected a checkpoint, an output folder, latest or auto; did you mean "latest"? ("resume_from_checkpoint", command line --resume)"#);
+    assert_snapshot!(train("--data.tokenizer bytess"), @r#"error: cannot use the tokenizer bytess: there is no such file; did you mean "bytes"? ("data.tokenizer", command line --data.tokenizer)"#);
     assert_snapshot!(train("--resume ../run"), @r#"error: no checkpoint at ../run: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line --resume)"#);
     place.write("long.toml", "output_dir = \"run\"\nseq_length = 64\nmodel.config = \"model.json\"\ndata.path = \"text\"\n");
     assert_snapshot!(place.mistake("train long.toml --dry-run"), @r#"error: "n_positions" of the model's configuration allows sequences of 1 to 32 tokens, not 64 ("seq_length", long.toml:2)"#);
