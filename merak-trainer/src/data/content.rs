@@ -14,7 +14,7 @@ use super::{
     inputs::ATTENTION_MASK,
     loader::AHEAD,
     packed::DOCUMENT_IDS,
-    records::{self, RecordKind, Records},
+    records::{self, FirstRecord, RecordKind, Records},
     samples::{Maker, PAIR_BYTES, TEXT_BYTES},
     source::{Datasets, Reader, count},
     store::Tokens,
@@ -108,7 +108,7 @@ impl Reader<'_> {
         let (arguments, tokenizer) = (self.arguments, self.text_tokenizer());
         let room = (record_need(&tokenizer, self.objective), available_bytes());
         let (format, skips) = (arguments.format, arguments.skip_binary);
-        let (records, files) = records::read(input, format, skips, room)?;
+        let (records, files) = records::read(input, format, skips, room, self.objective)?;
         let described = count(records.len(), "record");
         let description = format!("{}: {files}, {described}", input.describe());
         let first = records.iter().next().transpose()?;
@@ -149,7 +149,7 @@ impl Reader<'_> {
         if arguments.format == DataFormat::Text {
             input.iter().flat_map(Input::iter).for_each(warn_of_records);
         }
-        let texts = Texts::of(arguments, self.crates, tokenizer.text_kind())?;
+        let mut texts = Texts::of(arguments, self.crates, tokenizer.text_kind())?;
         let first = match arguments.format {
             DataFormat::Text => None,
             _ => texts.first_record()?,
@@ -158,6 +158,7 @@ impl Reader<'_> {
             DataFormat::Text => RecordKind::Text,
             _ => RecordKind::of(first.as_ref(), self.objective),
         };
+        texts.first = first.map(|first| FirstRecord::of(&first, self.objective));
         let template = match kind {
             RecordKind::Chats => ChatTemplate::load(arguments)?,
             _ => None,

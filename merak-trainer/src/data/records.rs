@@ -7,6 +7,7 @@ use std::{
     sync::Arc,
 };
 
+use merak_ckpt::words::file;
 use merak_trace::models::Objective;
 use serde_json::{Map, Value};
 
@@ -59,6 +60,43 @@ impl RecordKind {
     }
 }
 
+/// What the first record is to a model, and where it stands. It decides for all others.
+#[derive(Debug, Clone)]
+pub(super) struct FirstRecord {
+    objective: Objective,
+    shape: Option<&'static str>,
+    path: Arc<Path>,
+    line: u64,
+}
+
+impl FirstRecord {
+    pub(super) fn of(record: &Record, objective: Objective) -> Self {
+        Self {
+            objective,
+            shape: record.shape(objective),
+            path: Arc::clone(&record.path),
+            line: record.line,
+        }
+    }
+
+    /// Checks that a record is of the same kind. One that shows no kind lacks a field, which is
+    /// reported where the field is needed.
+    ///
+    /// # Errors
+    ///
+    /// Where it is of another kind.
+    pub(super) fn check(&self, record: &Record) -> Result<()> {
+        match (self.shape, record.shape(self.objective)) {
+            (Some(first), Some(shape)) if first != shape => Err(record.wrong(format!(
+                "the record is {shape}, but the first one, {}:{}, is {first}: all must be of one kind",
+                file(&self.path),
+                self.line
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
 /// One record: its fields, and where it stands.
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
@@ -74,13 +112,14 @@ pub(crate) struct Record {
 ///
 /// # Errors
 ///
-/// An unreadable path, one without text, a file that is not UTF-8, a line that is not a record, or
-/// more records than memory has room for.
+/// An unreadable path, one without text, a file that is not UTF-8, a line that is not a record, a
+/// record of another kind than the first, or more records than memory has room for.
 pub(crate) fn read(
     input: Input<'_>,
     format: DataFormat,
     skips: bool,
     room: (Need, u64),
+    objective: Objective,
 ) -> Result<(Records, String)> {
     let none = |path: &Path| {
         Error::Data(DataError::NoRecords {
@@ -106,8 +145,11 @@ pub(crate) fn read(
         len: 0,
     };
     let mut len = 0;
+    let mut first = None;
     for record in records.iter() {
-        record?;
+        let record = record?;
+        let first = first.get_or_insert_with(|| FirstRecord::of(&record, objective));
+        first.check(&record)?;
         len += 1;
     }
     records.len = len;
@@ -258,6 +300,19 @@ impl Record {
         self.fields.get(name)
     }
 
+    /// What the fields make of the record, for a model that learns several kinds.
+    fn shape(&self, objective: Objective) -> Option<&'static str> {
+        use Objective::{CausalLm, SequenceToSequence};
+        match objective {
+            CausalLm if chat::is_chat(self) => {
+                Some(r#"a chat ("messages", or "prompt" and "completion")"#)
+            }
+            SequenceToSequence if self.has("source") => Some(r#"a pair ("source" and "target")"#),
+            CausalLm | SequenceToSequence if self.has("text") => Some(r#"a text ("text" alone)"#),
+            _ => None,
+        }
+    }
+
     /// The values of all fields.
     pub(crate) fn values(&self) -> impl Iterator<Item = &Value> {
         self.fields.values()
@@ -342,6 +397,15 @@ mod tests {
     use super::*;
 
     fn records(name: &str, text: &str, format: DataFormat) -> Result<Vec<Record>, String> {
+        records_for(Objective::CausalLm, name, text, format)
+    }
+
+    fn records_for(
+        objective: Objective,
+        name: &str,
+        text: &str,
+        format: DataFormat,
+    ) -> Result<Vec<Record>, String> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, text).unwrap();
@@ -350,7 +414,8 @@ mod tests {
             per_byte: 1,
             per_line: 0,
         };
-        let read = read(Input::data(&path.into()), format, false, (need, u64::MAX));
+        let room = (need, u64::MAX);
+        let read = read(Input::data(&path.into()), format, false, room, objective);
         let read = read.and_then(|(records, _)| records.iter().collect());
         read.map_err(|error| error.to_string().replace(&place, ""))
     }
@@ -378,6 +443,7 @@ mod tests {
                 DataFormat::Csv,
                 false,
                 (need, available),
+                Objective::CausalLm,
             )
             .unwrap_err();
             let refused = matches!(error, Error::Data(DataError::DataTooLarge { needed, .. }) if needed == all);
@@ -422,6 +488,21 @@ mod tests {
         insta::assert_snapshot!(read("a.tsv", "", DataFormat::Tsv), @"no records in a.tsv: tsv needs a line with the names of the columns and a line for each record");
         insta::assert_snapshot!(read("a.jsonl", "\n\n", DataFormat::Jsonl), @"no records in a.jsonl: jsonl needs a JSON object in each line");
         insta::assert_snapshot!(read("a.jsonl", "", DataFormat::Jsonl), @"no records in a.jsonl: jsonl needs a JSON object in each line");
+    }
+
+    #[test]
+    fn a_record_of_another_kind_than_the_first_is_named_with_both() {
+        let read = |objective, text| records_for(objective, "a.jsonl", text, DataFormat::Jsonl);
+        let causal = |text| read(Objective::CausalLm, text).unwrap_err();
+        insta::assert_snapshot!(causal("{\"text\": \"a\"}\n\n{\"text\": \"b\", \"messages\": []}"), @r#"a.jsonl:3: the record is a chat ("messages", or "prompt" and "completion"), but the first one, a.jsonl:1, is a text ("text" alone): all must be of one kind"#);
+        insta::assert_snapshot!(causal("{\"messages\": []}\n{\"text\": \"b\"}"), @r#"a.jsonl:2: the record is a text ("text" alone), but the first one, a.jsonl:1, is a chat ("messages", or "prompt" and "completion"): all must be of one kind"#);
+        let pairs = "{\"text\": \"a\"}\n{\"text\": \"b\", \"source\": \"c\", \"target\": \"d\"}";
+        let refused = read(Objective::SequenceToSequence, pairs).unwrap_err();
+        insta::assert_snapshot!(refused, @r#"a.jsonl:2: the record is a pair ("source" and "target"), but the first one, a.jsonl:1, is a text ("text" alone): all must be of one kind"#);
+        // Both are chats, or the model learns one kind alone.
+        let chats = "{\"messages\": []}\n{\"prompt\": \"a\", \"completion\": \"b\"}";
+        assert_eq!(read(Objective::CausalLm, chats).unwrap().len(), 2);
+        assert_eq!(read(Objective::MaskedLm, pairs).unwrap().len(), 2);
     }
 
     #[test]

@@ -17,7 +17,7 @@ use super::{
     parquet,
     pieces::{Counted, FileParts, TextPart},
     plain::TextKind,
-    records::{self, Parsed, Record},
+    records::{self, FirstRecord, Parsed, Record},
     text::{Candidate, check_head, files_of},
 };
 use crate::{
@@ -43,6 +43,8 @@ pub(super) struct Texts {
     pub(super) skipped: usize,
     kind: TextKind,
     format: DataFormat,
+    /// The first record, where all others must be of its kind.
+    pub(super) first: Option<FirstRecord>,
 }
 
 impl Texts {
@@ -74,6 +76,7 @@ impl Texts {
                 TextKind::Records
             },
             format,
+            first: None,
         };
         let mut left = arguments.max_bytes.map_or(u64::MAX, |bytes| bytes as u64);
         for input in &inputs {
@@ -190,14 +193,22 @@ impl Texts {
     /// The records of the file of this number, of a format that has some.
     pub(super) fn records_of(&self, file: usize, count: &Arc<AtomicU64>) -> Parsed<'static> {
         let (file, most) = &self.files[file];
-        if self.format == DataFormat::Parquet {
+        let records: Parsed<'static> = if self.format == DataFormat::Parquet {
             count.fetch_add(*most, Ordering::Relaxed);
-            return parquet::rows(&file.path);
-        }
-        match Counted::open(file, *most, count) {
-            Ok(content) => records::parse(&file.path, BufReader::new(content), self.format),
-            Err(error) => Box::new([Err(error)].into_iter()),
-        }
+            parquet::rows(&file.path)
+        } else {
+            match Counted::open(file, *most, count) {
+                Ok(content) => records::parse(&file.path, BufReader::new(content), self.format),
+                Err(error) => Box::new([Err(error)].into_iter()),
+            }
+        };
+        let Some(first) = self.first.clone() else {
+            return records;
+        };
+        Box::new(records.map(move |record| {
+            let record = record?;
+            first.check(&record).map(|()| record)
+        }))
     }
 }
 

@@ -139,6 +139,10 @@ fn a_stream_that_cannot_be_read_is_refused() {
     assert_snapshot!(mistake(
         "--do_eval false --data.path data.jsonl --data.format jsonl --data.shuffle_buffer 1 --max_steps 50"
     ), @r#"error: data.jsonl:91: the record has no "text": it has "txt", but records that become tokens need "text" ("data.path", command line --data.path)"#);
+    place.write("data.jsonl", &lines.replace("\"txt\"", "\"messages\""));
+    assert_snapshot!(mistake(
+        "--do_eval false --data.path data.jsonl --data.format jsonl --data.shuffle_buffer 1 --max_steps 50 --overwrite_output_dir"
+    ), @r#"error: data.jsonl:91: the record is a chat ("messages", or "prompt" and "completion"), but the first one, data.jsonl:1, is a text ("text" alone): all must be of one kind ("data.path", command line --data.path)"#);
 }
 
 #[test]
