@@ -2,6 +2,7 @@
 
 mod clock;
 mod files;
+mod methods;
 mod prompts;
 mod python;
 mod template;

@@ -7,11 +7,10 @@ use minijinja::{
     syntax::SyntaxConfig,
     value::{Serde, Value as JinjaValue},
 };
-use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::{Map, Value};
 
 use super::clock::LocalTime;
-use super::python;
+use super::{methods, python};
 
 /// Around the text of a `{% generation %}` block: characters that no text has, as Unicode keeps
 /// them for a program's own use.
@@ -67,7 +66,7 @@ impl ChatTemplate {
         environment.set_syntax(syntax.map_err(|error| reason(&error))?);
         environment.set_fuel(Some(FUEL));
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-        environment.set_unknown_method_callback(unknown_method_callback);
+        environment.set_unknown_method_callback(methods::call);
         environment.set_formatter(python::print);
         environment.add_filter("tojson", python::tojson);
         environment.add_filter(FILTER, |text: String| {
