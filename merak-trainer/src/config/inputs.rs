@@ -57,11 +57,18 @@ impl Setting for InputPaths {
     }
 
     fn from_text(text: &str) -> Result<Self, Refusal> {
-        // A path may have commas in it, so only JSON makes a list.
         if text.trim_start().starts_with('[') {
             return Self::from_value(&strict::parse_text(text)?);
         }
-        InputPath::from_text(text).map(|path| Self(vec![path]))
+        // A name may have commas in it: what is there under the whole name is one path.
+        if !text.contains(',') || Path::new(text).exists() {
+            return InputPath::from_text(text).map(|path| Self(vec![path]));
+        }
+        let paths = Vec::from_text(text)?;
+        if paths.is_empty() {
+            return Err(Refusal::Type);
+        }
+        Ok(Self(paths))
     }
 
     fn to_value(&self) -> Value {
@@ -161,13 +168,21 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn paths_are_one_or_many_and_commas_belong_to_a_path() {
+    fn paths_are_one_or_many_and_what_is_there_under_a_name_with_commas_is_one() {
         let names = |paths: &InputPaths| -> Vec<String> {
             let names = paths.iter().map(|path| path.display().to_string());
             names.collect()
         };
-        let one = InputPaths::from_text("a,b").unwrap();
-        assert_eq!(names(&one), ["a,b"]);
+        let commas = InputPaths::from_text("a, b").unwrap();
+        assert_eq!(names(&commas), ["a", "b"]);
+        assert_eq!(InputPaths::from_text(","), Err(Refusal::Type));
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a,b").display().to_string();
+        std::fs::write(&path, "").unwrap();
+        assert_eq!(names(&InputPaths::from_text(&path).unwrap()), [path]);
+        // A file of the configuration has lists of its own.
+        let one = InputPaths::from_value(&json!("c,d")).unwrap();
+        assert_eq!(names(&one), ["c,d"]);
         let mut two = InputPaths::from_text(r#"["a", "b"]"#).unwrap();
         assert_eq!(InputPaths::from_value(&two.to_value()).as_ref(), Ok(&two));
         two.rebase(Path::new("/base"));

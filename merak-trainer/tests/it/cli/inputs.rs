@@ -70,6 +70,8 @@ fn a_list_of_paths_is_one_text() {
     place.write("all/b.txt", &text().replace("rank", "node").repeat(2));
     let whole = trained(&place, "--data.path all");
     let listed = trained(&place, "--data.path [\"all/a.txt\",\"all/b.txt\"]");
+    let commas = trained(&place, "--data.path all/a.txt,all/b.txt");
+    assert_eq!(listed, commas);
     assert_eq!(listed, whole);
     let parts = place.succeed(
         "train merak.toml --dry-run --overwrite_output_dir --data.path [\"text\",\"b.txt\"]",
