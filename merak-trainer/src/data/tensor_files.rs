@@ -5,6 +5,7 @@ use std::{
     fs::File,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 use half::{bf16, f16};
@@ -22,7 +23,12 @@ use crate::error::{DataError, Error, Result};
 pub struct TensorFiles {
     parts: Vec<Part>,
     samples: usize,
+    /// How often a sample was read that has numbers which are not finite.
+    not_finite: AtomicUsize,
 }
+
+/// Samples with numbers that are not finite of which each is told; then each power of ten is.
+const TOLD: usize = 3;
 
 #[derive(Debug)]
 struct Part {
@@ -73,7 +79,11 @@ impl TensorFiles {
             first.check_like(other)?;
         }
         let samples = parts.iter().map(|part| part.samples).sum();
-        Ok(Self { parts, samples })
+        Ok(Self {
+            parts,
+            samples,
+            not_finite: AtomicUsize::new(0),
+        })
     }
 
     /// Samples of all files.
@@ -136,14 +146,22 @@ impl TensorFiles {
         let tensor = if as_floats {
             let values = floats(tensor.dtype, &bytes);
             if values.iter().any(|x| !x.is_finite()) {
-                let path = part.path.display();
-                tracing::warn!(%path, row, tensor = name, "a sample has numbers that are not finite");
+                self.warn_of(&part.path, row, name);
             }
             SampleTensor::floats(shape, values)
         } else {
             SampleTensor::new(shape, ints(tensor.dtype, &bytes))
         };
         Ok(tensor.expect("as many elements as the shape has"))
+    }
+
+    /// Warns of a sample with numbers that are not finite.
+    fn warn_of(&self, path: &Path, row: usize, tensor: &str) {
+        let so_far = self.not_finite.fetch_add(1, Ordering::Relaxed) + 1;
+        if so_far <= TOLD || 10_usize.pow(so_far.ilog10()) == so_far {
+            let path = path.display();
+            tracing::warn!(%path, row, tensor, so_far, "a sample has numbers that are not finite");
+        }
     }
 }
 
