@@ -133,7 +133,7 @@ impl MixturePart {
 
 impl Setting for Mixture {
     fn expected(_: Range) -> String {
-        "a list of tables such as { path = \"a.txt\", weight = 0.7 }".into()
+        r#"a list of tables such as { path = "a.txt", weight = 0.7 }, outside of a file [{"path":"a.txt","weight":0.7}]"#.into()
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {

@@ -106,6 +106,13 @@ fn wrong_mixtures_and_paths_are_refused_by_their_key() {
         &["data.mixture", "path or weight"],
     );
     refused(
+        "--data.mixture text=0.7,b.txt=0.3",
+        &[
+            "found \"text=0.7,b.txt=0.3\"",
+            r#"outside of a file [{"path":"a.txt","weight":0.7}]"#,
+        ],
+    );
+    refused(
         "--data.mixture [{\"path\":\"none.txt\",\"weight\":1}]",
         &["cannot read none.txt", "data.mixture"],
     );
