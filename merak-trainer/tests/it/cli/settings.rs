@@ -115,7 +115,9 @@ fn generation_follows_the_models_folder_or_says_what_it_leaves_out() {
     let first = free[0];
     assert!(!generate(json!({ "suppress_tokens": [first] }), "").contains(&first));
     assert_eq!(generate(json!({ "eos_token_id": first }), ""), [first]);
-    let other = (0..=free.len() as u64).find(|id| !free.contains(id)).expect("a token");
+    let other = (0..=free.len() as u64)
+        .find(|id| !free.contains(id))
+        .expect("a token");
     let ends = format!("--eos-token-id {other},{first}");
     assert_eq!(generate(json!({}), &ends), [first]);
     let ends = format!("--eos-token-id {other}");
