@@ -95,7 +95,7 @@ fn gradients_that_are_never_finite_end_a_run() {
         assert!(log.contains(&told), "{told}: {log}");
     }
     // Each event names the rank and the step whose it is.
-    let source = "WARN rank{rank=0}:step{step=1 part=Train}: merak_trainer::";
+    let source = "WARN rank{rank=0}:step{step=1 part=Train}: merak_zero::";
     assert!(log.contains(source), "{log}");
     assert!(log.contains("tensor=\"pixel_values\" so_far=1"), "{log}");
     // Of at least 16 samples that were read, the first ones and the tenth.
