@@ -130,8 +130,13 @@ fn chats_that_do_not_fit_are_named_by_file_and_line() {
         }
     };
     let line = "chats.jsonl:2: ";
+    refused(
+        json!({ "text": "a" }),
+        "",
+        &[line, "is a text", "the first one, chats.jsonl:1, is a chat"],
+    );
     let fields = "records of chats need \"messages\", or \"prompt\" and \"completion\"";
-    refused(json!({ "text": "a" }), "", &[line, "has \"text\"", fields]);
+    refused(json!({ "txt": "a" }), "", &[line, "has \"txt\"", fields]);
     refused(
         json!({ "messages": "a" }),
         "",
