@@ -2,13 +2,11 @@
 
 use crate::disk::{Lock, check_link, create_folders, remove, rename, sync_parent};
 use crate::error::{WithCauses, io_error};
+use crate::format::DRAFT;
 use crate::{Error, Result};
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
-
-/// Prefix of the temporary name, which no other program uses.
-const DRAFT: &str = ".merak-tmp-";
 
 /// Prefix of the name of a folder that another one replaces.
 const OLD: &str = ".merak-old-";

@@ -1,5 +1,8 @@
 #![doc = include_str!("../FORMAT.md")]
 
+/// Prefix of the name of what a process has not written whole yet; the name it gets then follows.
+pub const DRAFT: &str = ".merak-tmp-";
+
 /// Name of the format, in every manifest.
 pub const NAME: &str = "merak-checkpoint";
 /// The newest version that is read. Checkpoints with a base have it, those without one have

@@ -446,8 +446,8 @@ settings! {
 settings! {
     /// Section `[data]`.
     DataArguments under "data." {
-        /// File or folder, or a list of them that are read in turn, outside of a file `a,b` or
-        /// JSON; unset: the sources of the crates in Cargo.lock as text.
+        /// File or folder, or a list of them that are read in turn; on the command line `a,b`
+        /// or JSON; unset: the sources of the crates in Cargo.lock as text.
         path: Option<InputPaths> = None,
         /// In place of `path`: several, each with its share of the samples. An epoch has as many
         /// samples as all parts; a part of which it takes fewer goes on in the next epoch.

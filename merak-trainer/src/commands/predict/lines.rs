@@ -1,5 +1,6 @@
 //! Predictions as JSON lines.
 
+use merak_ckpt::format::DRAFT;
 use merak_trainer::{Error, PredictionKind, Result, SamplePrediction};
 use serde_json::{Value, json};
 use std::{
@@ -11,9 +12,6 @@ use std::{
 
 /// Standard output in the place of a file's path.
 pub(super) const STANDARD: &str = "standard output";
-
-/// Prefix of the name of a file whose lines are not all there, as that of other drafts.
-const DRAFT: &str = ".merak-tmp-";
 
 /// Lines on their way to a file, which takes its name when all are there. Dropping them before
 /// removes what was written.
