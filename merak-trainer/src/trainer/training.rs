@@ -165,6 +165,9 @@ impl MerakTrainer {
 
     /// Ends a run that skips too many steps: as many in a row as the arguments allow where the loss
     /// scale cannot fall, or all of them. `updates` counts the steps that were not skipped.
+    ///
+    /// # Communication
+    /// A barrier before the error.
     fn check_skipped(&mut self, report: &StepReport, updates: u32) -> Result<()> {
         let (progress, limit) = (
             self.stages.optimizer.progress(),
@@ -175,6 +178,9 @@ impl MerakTrainer {
             Some(param) if is_over || progress.skipped_at_floor >= limit as u64 => {
                 // The checkpoint that is being written is of an earlier step.
                 self.finish_save()?;
+                // The first of these ranks to fail ends the others: by then all have told of the
+                // step.
+                self.stages.mpu.world_group().barrier()?;
                 let key = self.args.loss_scale_key();
                 Err(Error::SkippedSteps {
                     steps: progress.skipped_in_a_row,
