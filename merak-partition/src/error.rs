@@ -61,6 +61,14 @@ pub enum Error {
         /// The most similar path of the model.
         nearest: String,
     },
+    /// A name of a module that stays whole matches none.
+    #[error("leaf module \"{name}\" matches no module; the nearest name is \"{nearest}\"")]
+    UnknownLeaf {
+        /// The name.
+        name: String,
+        /// The most similar path of the model.
+        nearest: String,
+    },
     /// None of a family's split points is in the model.
     #[error("none of the split points of model type \"{family}\" ({points}) is in this model")]
     NoSplitPoint {

@@ -3,6 +3,7 @@
 mod farthest;
 mod layers;
 mod nearest;
+mod paths;
 mod refine;
 
 pub use farthest::head_params;
@@ -24,6 +25,10 @@ pub struct SegmentOptions {
     ///
     /// `{i}` stands for any number. Empty: the family's table.
     pub split_points: Vec<String>,
+    /// Modules that no cut enters, by their paths; `{i}` stands for any number.
+    ///
+    /// Such a module is in one segment, from its first node to its last.
+    pub leaf_modules: Vec<String>,
     /// The model type, for the table of `layer_split`.
     pub family: Option<String>,
     /// Transformer layers, where they are known.
@@ -158,14 +163,15 @@ impl fmt::Display for SplitRule {
 /// Cuts a graph into segments.
 ///
 /// The graph may be a whole model or its tensor-parallel rewrite. No cut separates a partial sum
-/// from the all-reduce that completes it.
+/// from the all-reduce that completes it, and none enters a module of `leaf_modules`.
 ///
 /// # Errors
 /// - [`Error::EmptyModel`], [`Error::NoStages`] and [`Error::TargetSegments`] for sizes that make
 ///   no sense;
 /// - [`Error::NoLegalCut`] or [`Error::TooFewSegments`] when there are fewer segments than stages;
 /// - for `layer_split`, [`Error::UnknownFamily`], [`Error::NoSplitPoint`] and
-///   [`Error::UnknownSplitPoint`].
+///   [`Error::UnknownSplitPoint`];
+/// - [`Error::UnknownLeaf`] for a name in `leaf_modules` that no module has.
 ///
 /// ```
 /// use merak_partition::{SegmentOptions, segment};
@@ -184,7 +190,10 @@ pub fn segment(graph: &Graph, options: &SegmentOptions) -> Result<Segments> {
     if graph.nodes().is_empty() {
         return Err(Error::EmptyModel);
     }
-    let borders = Borders::of(graph);
+    let mut borders = Borders::of(graph);
+    for name in &options.leaf_modules {
+        keep_whole(graph, name, &mut borders)?;
+    }
     let (mut bounds, rule) = match options.method {
         SplitMethod::FarthestMinDeps => farthest::cut(graph, &borders, options.target()),
         SplitMethod::NearestMinDeps => nearest::cut(&borders),
@@ -212,4 +221,19 @@ pub fn segment(graph: &Graph, options: &SegmentOptions) -> Result<Segments> {
         params,
         rule,
     })
+}
+
+/// Closes the borders within each module that a name stands for.
+fn keep_whole(graph: &Graph, name: &str, borders: &mut Borders) -> Result<()> {
+    let modules = paths::modules(graph, name);
+    if modules.is_empty() {
+        return Err(Error::UnknownLeaf {
+            name: name.to_owned(),
+            nearest: paths::nearest_module(graph, name),
+        });
+    }
+    for nodes in modules {
+        borders.legal[nodes.start() + 1..=*nodes.end()].fill(false);
+    }
+    Ok(())
 }

@@ -28,8 +28,8 @@ use std::{fmt, sync::Arc};
 pub use bert::Bert;
 pub use causal::{finish, input_ids, labels, lm_head};
 pub use family::{
-    Family, SizeFields, SplitKind, SplitLayers, family, known_families, model_types_with,
-    size_fields,
+    Family, SizeFields, SplitKind, SplitLayers, family, known_classes, known_families,
+    model_types_with, size_fields,
 };
 pub use gpt::Gpt;
 pub use gpt_neox::GptNeoX;

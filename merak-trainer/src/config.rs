@@ -60,7 +60,7 @@ pub use self::{
     },
     layer::{Given, VARIABLES},
     lists::{SplitRatio, WeightSlice},
-    names::{AdapterName, MetricName},
+    names::{AdapterName, MetricName, ModelClasses},
     numbers::{Boundaries, LrScales, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenIds},
     origin::Origin,
     range::Range,

@@ -90,9 +90,10 @@ pub use config::{
     AdapterName, AutopipeArguments, BackendChoice, Boundaries, CheckedArguments, ComputeArguments,
     Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments, EarlyStop, Given,
     HalfPrecision, InputPath, InputPaths, Key, LrScales, MerakArguments, MetricName, Mixture,
-    MixturePart, ModelArguments, Offload, Origin, Range, Ratios, RecomputeMode, ReportTo,
-    SeqLength, SplitRatio, Temperature, TemplateSource, ThreadsPerRank, TokenIds, TokenizerSource,
-    TpLayerListArguments, TraceMethod, VARIABLES, WeightSlice, key_help, key_page, keys,
+    MixturePart, ModelArguments, ModelClasses, Offload, Origin, Range, Ratios, RecomputeMode,
+    ReportTo, SeqLength, SplitRatio, Temperature, TemplateSource, ThreadsPerRank, TokenIds,
+    TokenizerSource, TpLayerListArguments, TraceMethod, VARIABLES, WeightSlice, key_help, key_page,
+    keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{

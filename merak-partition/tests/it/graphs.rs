@@ -91,7 +91,8 @@ fn cut(graph: &Graph, options: &SegmentOptions) -> Option<Segments> {
         result,
         Err(Error::TooFewSegments { .. }
             | Error::NoLegalCut { .. }
-            | Error::UnknownSplitPoint { .. })
+            | Error::UnknownSplitPoint { .. }
+            | Error::UnknownLeaf { .. })
     );
     if too_few {
         None
@@ -130,6 +131,26 @@ fn depends_on_params(graph: &Graph, value: ValueId) -> bool {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn no_cut_enters_a_module_that_stays_whole(
+        steps in prop::collection::vec(step(), 1..24), method in method(), num_stages in 1_usize..7, shards in 1_usize..9,
+        whole in 0_usize..24,
+    ) {
+        let graph = build(&steps);
+        let name = if whole < steps.len() { format!("m.{whole}") } else { "m".to_owned() };
+        let options = SegmentOptions {
+            leaf_modules: vec![name.clone()],
+            ..options(method, num_stages, shards)
+        };
+        let Some(segments) = cut(&graph, &options) else { return Ok(()) };
+        let is_within = |scope: &str| scope == name || scope.starts_with(&format!("{name}."));
+        let nodes = (0..graph.nodes().len()).filter(|&index| is_within(&graph.nodes()[index].scope));
+        let holders: BTreeSet<_> = nodes
+            .map(|index| segments.bounds.partition_point(|&bound| bound <= index))
+            .collect();
+        prop_assert!(holders.len() <= 1, "{holders:?}: {segments:?}");
+    }
 
     #[test]
     fn segments_cover_each_node_once_and_hold_all_parameters(

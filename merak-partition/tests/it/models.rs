@@ -186,6 +186,24 @@ fn split_points_are_modules_or_parameters() {
 }
 
 #[test]
+fn blocks_that_stay_whole_are_cut_at_their_borders_alone() {
+    let model = gpt2(3);
+    let graph = trace(&*model);
+    let mut options = SegmentOptions::for_model(&model.info(), 2);
+    let within = |options: &SegmentOptions| {
+        let segments = segment(&graph, options).unwrap();
+        let scope = |node: usize| graph.nodes()[node].scope.to_string();
+        let block = |node| scope(node).split('.').take(3).collect::<Vec<_>>().join(".");
+        let borders = segments.bounds[1..segments.len()].iter();
+        let inner = borders.filter(|&&border| block(border - 1) == block(border));
+        inner.count()
+    };
+    assert_eq!(within(&options), 3, "between attention and MLP");
+    options.leaf_modules = vec!["transformer.h.{i}".to_owned()];
+    assert_eq!(within(&options), 0);
+}
+
+#[test]
 fn llama_is_never_cut_right_after_its_embedding() {
     let model = llama(4);
     let graph = trace(&*model);

@@ -17,13 +17,16 @@ use crate::{
 use merak_mpu::DType;
 use serde_json::json;
 
+/// Its classes, by task.
+const CLASSES: &[&str] = &["BertForMaskedLM", "BertForSequenceClassification"];
+
 /// The facts of the family.
 pub(super) const FAMILY: Family = Family {
     split_layers: SPLIT_LAYERS,
     split_points: &["bert.encoder.layer.{i}"],
     adapter_targets: &["query", "value"],
     classifier: &["bert.pooler", "classifier"],
-    ..Family::traced(&["bert"], USUAL_SIZES, |f| {
+    ..Family::traced(&["bert"], CLASSES, USUAL_SIZES, |f| {
         Ok(Box::new(Bert::from_fields(f)?))
     })
 };
@@ -64,7 +67,7 @@ impl Bert {
         ]);
         f.refuse("position_embedding_type", &[json!("absolute")])?;
         let encoder = Encoder::from_fields(f, 0.1)?;
-        let task = match f.architecture(&["BertForMaskedLM", "BertForSequenceClassification"])? {
+        let task = match f.architecture(CLASSES)? {
             0 => {
                 f.ignore(&["classifier_dropout"]);
                 Task::MaskedLm

@@ -13,17 +13,14 @@ use crate::{
 use merak_mpu::DType;
 use serde_json::json;
 
-/// Refuses a configuration that names a class of another family (whose names do not begin with
-/// `family`) or of another task than predicting the next token.
-pub(super) fn check_architecture(f: &Fields<'_>, family: &str) -> Result<()> {
+/// Refuses a configuration that names another class than these, as of another family or of another
+/// task than predicting the next token.
+pub(super) fn check_architecture(f: &Fields<'_>, classes: &[&str]) -> Result<()> {
     f.refuse("is_encoder_decoder", &[json!(false)])?;
     for name in f.strings("architectures")? {
-        let is_known = ["ForCausalLM", "LMHeadModel", "Model"]
-            .iter()
-            // The first Llamas are of class LLaMAForCausalLM.
-            .any(|end| name.eq_ignore_ascii_case(&format!("{family}{end}")));
-        if !is_known {
-            let reason = format!("names {name}, expected a {family} for causal language modelling");
+        // The first Llamas are of class LLaMAForCausalLM.
+        if !classes.iter().any(|class| name.eq_ignore_ascii_case(class)) {
+            let reason = format!("names {name}, expected {}", classes.join(" or "));
             return Err(error("architectures", &reason));
         }
     }

@@ -21,6 +21,8 @@ use serde::{Deserialize, Serialize};
 pub struct Family {
     /// Its names: `model_type` in `config.json`.
     pub model_types: &'static [&'static str],
+    /// Its classes in `transformers` that have a graph here, as in `architectures` of `config.json`.
+    pub classes: &'static [&'static str],
     /// Linear layers that tensor parallelism splits.
     pub split_layers: SplitLayers,
     /// Modules or parameters before which a segment begins; `{i}` and `{j}` stand for any number.
@@ -104,6 +106,7 @@ impl Family {
     pub(super) const fn named(model_types: &'static [&'static str]) -> Self {
         Self {
             model_types,
+            classes: &[],
             split_layers: SplitLayers::new(&[], &[], &[]),
             split_points: &[],
             adapter_targets: &[],
@@ -116,10 +119,12 @@ impl Family {
     /// A family whose models can be traced.
     pub(super) const fn traced(
         model_types: &'static [&'static str],
+        classes: &'static [&'static str],
         sizes: SizeFields,
         build: fn(&Fields<'_>) -> Result<Box<dyn Model>>,
     ) -> Self {
         Self {
+            classes,
             source: Some(Source { sizes, build }),
             ..Self::named(model_types)
         }
@@ -174,6 +179,14 @@ pub fn known_families() -> impl Iterator<Item = &'static str> {
     super::FAMILIES
         .iter()
         .flat_map(|family| family.model_types)
+        .copied()
+}
+
+/// The classes of `transformers` whose models [`from_config`](super::from_config) builds.
+pub fn known_classes() -> impl Iterator<Item = &'static str> {
+    super::FAMILIES
+        .iter()
+        .flat_map(|family| family.classes)
         .copied()
 }
 

@@ -23,7 +23,7 @@ pub(super) const FAMILY: Family = Family {
         &["num_heads"],
     ),
     split_points: &["h.{i}", "ln_f"],
-    ..Family::traced(&["gpt"], USUAL_SIZES, |f| {
+    ..Family::traced(&["gpt"], &[], USUAL_SIZES, |f| {
         Ok(Box::new(Gpt::from_fields(f)?))
     })
 };

@@ -20,6 +20,9 @@ const SIZES: SizeFields = SizeFields {
     heads: &["n_head", "num_attention_heads"],
 };
 
+/// Its classes.
+const CLASSES: &[&str] = &["GPT2LMHeadModel", "GPT2Model"];
+
 /// The facts of the family.
 pub(super) const FAMILY: Family = Family {
     // By name, since the ratio of the features depends on `n_inner`.
@@ -30,7 +33,9 @@ pub(super) const FAMILY: Family = Family {
     ),
     split_points: &["transformer.h.{i}", "transformer.ln_f"],
     adapter_targets: &["c_attn"],
-    ..Family::traced(&["gpt2"], SIZES, |f| Ok(Box::new(Gpt2::from_fields(f)?)))
+    ..Family::traced(&["gpt2"], CLASSES, SIZES, |f| {
+        Ok(Box::new(Gpt2::from_fields(f)?))
+    })
 };
 
 /// The configuration of a GPT-2 language model.
@@ -57,7 +62,7 @@ pub struct Gpt2 {
 impl Gpt2 {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     fn from_fields(f: &Fields<'_>) -> Result<Self> {
-        check_architecture(f, "GPT2")?;
+        check_architecture(f, CLASSES)?;
         // Fields that repeat the length, belong to other heads or to GPT, or order products (exact
         // in any order).
         f.ignore(&[

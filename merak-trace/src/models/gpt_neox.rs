@@ -16,6 +16,9 @@ use crate::{
     op::{Activation, Attention, Rope, WeightLayout},
 };
 
+/// Its classes.
+const CLASSES: &[&str] = &["GPTNeoXForCausalLM", "GPTNeoXModel"];
+
 /// The facts of the family.
 pub(super) const FAMILY: Family = Family {
     split_layers: SplitLayers::new(
@@ -27,7 +30,7 @@ pub(super) const FAMILY: Family = Family {
     adapter_targets: &["query_key_value"],
     // The head has another name in memory than in files.
     without_adapter: &["embed_out", "lm_head"],
-    ..Family::traced(&["gpt_neox"], USUAL_SIZES, |f| {
+    ..Family::traced(&["gpt_neox"], CLASSES, USUAL_SIZES, |f| {
         Ok(Box::new(GptNeoX::from_fields(f)?))
     })
 };
@@ -57,7 +60,7 @@ pub struct GptNeoX {
 impl GptNeoX {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     fn from_fields(f: &Fields<'_>) -> Result<Self> {
-        check_architecture(f, "GPTNeoX")?;
+        check_architecture(f, CLASSES)?;
         // A field of another head.
         f.ignore(&["classifier_dropout"]);
         f.refuse_unless_zero("attention_probs_dropout_prob")?;

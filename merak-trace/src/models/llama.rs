@@ -29,21 +29,29 @@ use crate::{
 };
 
 /// The facts of Llama.
-pub(super) const LLAMA: Family = family(&["llama"], |f| Llama::boxed(f, &config::LLAMA));
+pub(super) const LLAMA: Family = family(&["llama"], config::LLAMA.classes, |f| {
+    Llama::boxed(f, &config::LLAMA)
+});
 
 /// The facts of Mistral.
-pub(super) const MISTRAL: Family = family(&["mistral"], |f| Llama::boxed(f, &config::MISTRAL));
+pub(super) const MISTRAL: Family = family(&["mistral"], config::MISTRAL.classes, |f| {
+    Llama::boxed(f, &config::MISTRAL)
+});
 
 /// The facts of Qwen 2.
 pub(super) const QWEN2: Family = Family {
     split_points: WITH_HEAD,
-    ..family(&["qwen2"], |f| Llama::boxed(f, &config::QWEN2))
+    ..family(&["qwen2"], config::QWEN2.classes, |f| {
+        Llama::boxed(f, &config::QWEN2)
+    })
 };
 
 /// The facts of Qwen 3.
 pub(super) const QWEN3: Family = Family {
     split_points: WITH_HEAD,
-    ..family(&["qwen3"], |f| Llama::boxed(f, &config::QWEN3))
+    ..family(&["qwen3"], config::QWEN3.classes, |f| {
+        Llama::boxed(f, &config::QWEN3)
+    })
 };
 
 const WITH_HEAD: &[&str] = &["model.layers.{i}", "lm_head"];
@@ -51,6 +59,7 @@ const WITH_HEAD: &[&str] = &["model.layers.{i}", "lm_head"];
 /// The facts that all have in common.
 const fn family(
     model_types: &'static [&'static str],
+    classes: &'static [&'static str],
     build: fn(&Fields<'_>) -> Result<Box<dyn Model>>,
 ) -> Family {
     Family {
@@ -67,7 +76,7 @@ const fn family(
         ),
         split_points: &["model.layers.{i}"],
         adapter_targets: &["q_proj", "v_proj"],
-        ..Family::traced(model_types, USUAL_SIZES, build)
+        ..Family::traced(model_types, classes, USUAL_SIZES, build)
     }
 }
 

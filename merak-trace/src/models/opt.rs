@@ -15,6 +15,9 @@ use crate::{
 };
 use serde_json::json;
 
+/// Its classes.
+const CLASSES: &[&str] = &["OPTForCausalLM", "OPTModel"];
+
 /// The facts of the family.
 pub(super) const FAMILY: Family = Family {
     split_layers: SplitLayers::new(
@@ -24,7 +27,7 @@ pub(super) const FAMILY: Family = Family {
     ),
     split_points: &["model.decoder.layers.{i}"],
     adapter_targets: &["q_proj", "v_proj"],
-    ..Family::traced(&["opt"], USUAL_SIZES, |f| {
+    ..Family::traced(&["opt"], CLASSES, USUAL_SIZES, |f| {
         Ok(Box::new(Opt::from_fields(f)?))
     })
 };
@@ -71,7 +74,7 @@ enum Norms {
 impl Opt {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     fn from_fields(f: &Fields<'_>) -> Result<Self> {
-        check_architecture(f, "OPT")?;
+        check_architecture(f, CLASSES)?;
         f.refuse_unless_zero("layerdrop")?;
         f.refuse_unless_zero("activation_dropout")?;
         f.refuse("layer_norm_elementwise_affine", &[json!(true)])?;

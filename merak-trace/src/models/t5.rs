@@ -27,6 +27,9 @@ const SIZES: SizeFields = SizeFields {
     heads: &["num_heads"],
 };
 
+/// Its classes.
+const CLASSES: &[&str] = &["T5ForConditionalGeneration"];
+
 /// The facts of the family.
 pub(super) const FAMILY: Family = Family {
     split_layers: SplitLayers::new(
@@ -44,7 +47,9 @@ pub(super) const FAMILY: Family = Family {
     adapter_targets: &["q", "v"],
     // In PEFT encoder and decoder have tables of their own beside the one that files hold.
     without_adapter: &["shared", "encoder.embed_tokens", "decoder.embed_tokens"],
-    ..Family::traced(&["t5"], SIZES, |f| Ok(Box::new(T5::from_fields(f)?)))
+    ..Family::traced(&["t5"], CLASSES, SIZES, |f| {
+        Ok(Box::new(T5::from_fields(f)?))
+    })
 };
 
 /// The configuration of a T5 model.
@@ -88,7 +93,7 @@ impl T5 {
     /// `tie_word_embeddings: false`, which version 1.1 has, makes the head a weight of its own and
     /// leaves its input unscaled.
     fn from_fields(f: &Fields<'_>) -> Result<Self> {
-        f.architecture(&["T5ForConditionalGeneration"])?;
+        f.architecture(CLASSES)?;
         f.refuse("is_encoder_decoder", &[json!(true)])?;
         f.refuse("is_decoder", &[json!(false)])?;
         // transformers derives the first two from feed_forward_proj; the last belongs to another

@@ -14,13 +14,16 @@ use crate::{
     op::WeightLayout,
 };
 
+/// Its classes.
+const CLASSES: &[&str] = &["ViTForImageClassification"];
+
 /// The facts of the family.
 pub(super) const FAMILY: Family = Family {
     split_layers: SPLIT_LAYERS,
     split_points: &["vit.encoder.layer.{i}", "vit.layernorm"],
     adapter_targets: &["query", "value"],
     classifier: &["classifier"],
-    ..Family::traced(&["vit"], USUAL_SIZES, |f| {
+    ..Family::traced(&["vit"], CLASSES, USUAL_SIZES, |f| {
         Ok(Box::new(Vit::from_fields(f)?))
     })
 };
@@ -41,7 +44,7 @@ impl Vit {
     /// Reads the configuration of a `ViTForImageClassification`; absent fields have the defaults of
     /// `transformers`.
     fn from_fields(f: &Fields<'_>) -> Result<Self> {
-        f.architecture(&["ViTForImageClassification"])?;
+        f.architecture(CLASSES)?;
         // Fields of the decoder of masked images, of the pooler, which the classifier lacks, and of
         // words.
         f.ignore(&[

@@ -306,7 +306,7 @@ fn what_is_not_supported_is_named() {
     model configuration: torch_dtype: is "float8_e4m3fn", expected one of float32, float16, bfloat16, float64, auto
     model configuration: tie_word_embedings: is true, but this model has no such field; the nearest known field is "tie_word_embeddings"
     model configuration: pad_token_id: is -1, expected an integer of at least 0
-    model configuration: architectures: names LlamaForSequenceClassification, expected a Llama for causal language modelling
+    model configuration: architectures: names LlamaForSequenceClassification, expected LlamaForCausalLM or LlamaModel
     model configuration: attention_bias: is true, which is not supported
     model configuration: layer_types: has 1 entries, but there are 2 layers
     model configuration: layer_types: names sliding_attention, but use_sliding_window and sliding_window do not set a size
@@ -339,7 +339,7 @@ fn what_belongs_to_another_family_is_named() {
         ("t5", json!({ "decoder_start_token_id": 400 })),
     ]);
     insta::assert_snapshot!(messages, @r#"
-    model configuration: architectures: names PhiForCausalLM, expected a Llama for causal language modelling
+    model configuration: architectures: names PhiForCausalLM, expected LlamaForCausalLM or LlamaModel
     model configuration: torch_dtype: is bfloat16, but dtype, which is the same, is float32
     model configuration: reorder_and_upcast_attn: is true, but this model has no such field
     model configuration: summary_type: is "mean", but this model has no such field

@@ -1,9 +1,12 @@
 //! Names that a run gives: of its adapter, and of a metric.
 
 use merak_ckpt::{ADAPTER_NAMES, is_adapter_name};
+use merak_mpu::names::nearest;
+use merak_trace::models::known_classes;
 use serde_json::Value;
 
 use super::{
+    choice::one_of,
     range::Range,
     setting::{Refusal, Setting},
 };
@@ -24,6 +27,33 @@ impl Setting for AdapterName {
 
     fn to_value(&self) -> Value {
         Value::from(self.0.as_str())
+    }
+}
+
+/// Classes of models in `transformers`, all of which can be traced.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelClasses(pub Vec<String>);
+
+impl Setting for ModelClasses {
+    fn expected(_: Range) -> String {
+        "classes of models such as Qwen2ForCausalLM, separated by commas".into()
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        let names = text.split(',').map(str::trim);
+        let names: Vec<_> = names.filter(|name| !name.is_empty()).collect();
+        let is_unknown = |name: &&&str| !known_classes().any(|known| known == **name);
+        match names.iter().find(is_unknown) {
+            None => Ok(Self(names.into_iter().map(Into::into).collect())),
+            Some(name) => Err(Refusal::Choice {
+                choices: one_of(&known_classes().collect::<Vec<_>>()),
+                nearest: nearest(name, known_classes()).map(Into::into),
+            }),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        Value::from(self.0.join(","))
     }
 }
 

@@ -41,19 +41,9 @@ const CACHE: &str = ": a graph is cut in milliseconds, anew in each run";
 /// The keys of features to come.
 pub(crate) const RESERVED: &[Reserved] = &[
     reserved(
-        "trace_model",
-        &[r#""""#],
-        ": the file that \"model.config\" names tells the class of the model",
-    ),
-    reserved(
         "input_names",
         NONE,
         ": a model states its inputs, and data give them by name",
-    ),
-    reserved(
-        "leaf_modules",
-        NONE,
-        ": a graph is traced operation by operation; a module of one's own becomes a few of them, see docs/OWN-MODEL.md",
     ),
     reserved("cache_sharding", FALSE, CACHE),
     reserved("cache_name", NONE, CACHE),

@@ -220,8 +220,11 @@ fn of_partition(error: &merak_partition::Error) -> Vec<&'static str> {
     use merak_partition::Error as E;
     match error {
         E::TargetSegments { .. } => vec!["shard_count", "pp"],
-        E::TooFewSegments { .. } | E::NoLegalCut { .. } => vec!["pp", "virtual_stages"],
+        E::TooFewSegments { .. } | E::NoLegalCut { .. } => {
+            vec!["pp", "virtual_stages", "leaf_modules"]
+        }
         E::UnknownSplitPoint { .. } => vec!["custom_split_points", "split_method"],
+        E::UnknownLeaf { .. } => vec!["leaf_modules"],
         E::Boundaries { .. } => vec!["custom_partition"],
         E::NotACommCost { .. } => vec!["autopipe.comm_cost"],
         E::Microbatches { .. } => vec!["autopipe.micro_batches", "gradient_accumulation_steps"],

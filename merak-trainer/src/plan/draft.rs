@@ -130,15 +130,8 @@ impl Draft {
         let sequence = Options::along_sequence(args.sp, along_sequence(args), args.sp_method);
         let graph = rewrite_with(&rewritten.graph, &sequence)?.graph;
         let graph = graph.with_overlap(args.overlap());
-        let options = SegmentOptions {
-            method: args.split_method,
-            target_segments: args.shard_count,
-            split_points: args.custom_split_points.clone().unwrap_or_default(),
-            num_layers: args.num_layers.or(Some(info.num_layers)),
-            ..SegmentOptions::for_model(&info, args.num_stages())
-        };
         let segmented = SegmentedGraph {
-            segments: segment(&graph, &options)?,
+            segments: segment(&graph, &cutting(&info, args))?,
             graph,
         };
         let loss = inputs.loss.as_ref();
@@ -157,6 +150,18 @@ impl Draft {
             trace,
         };
         Ok((draft, segmented))
+    }
+}
+
+/// How the arguments cut the graph of a model.
+fn cutting(info: &ModelInfo, args: &CheckedArguments) -> SegmentOptions {
+    SegmentOptions {
+        method: args.split_method,
+        target_segments: args.shard_count,
+        split_points: args.custom_split_points.clone().unwrap_or_default(),
+        leaf_modules: args.leaf_modules.clone().unwrap_or_default(),
+        num_layers: args.num_layers.or(Some(info.num_layers)),
+        ..SegmentOptions::for_model(info, args.num_stages())
     }
 }
 

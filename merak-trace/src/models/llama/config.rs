@@ -15,8 +15,7 @@ use serde_json::json;
 #[derive(Debug)]
 pub(super) struct Variant {
     family: &'static str,
-    /// Prefix of the names of its classes.
-    class: &'static str,
+    pub(super) classes: &'static [&'static str],
     vocab_size: usize,
     intermediate_size: usize,
     /// `None`: as many as query heads.
@@ -56,7 +55,7 @@ enum Windows {
 
 pub(super) const LLAMA: Variant = Variant {
     family: "llama",
-    class: "Llama",
+    classes: &["LlamaForCausalLM", "LlamaModel"],
     vocab_size: 32_000,
     intermediate_size: 11_008,
     num_kv_heads: None,
@@ -69,7 +68,7 @@ pub(super) const LLAMA: Variant = Variant {
 
 pub(super) const MISTRAL: Variant = Variant {
     family: "mistral",
-    class: "Mistral",
+    classes: &["MistralForCausalLM", "MistralModel"],
     intermediate_size: 14_336,
     num_kv_heads: Some(8),
     max_seq: 131_072,
@@ -80,7 +79,7 @@ pub(super) const MISTRAL: Variant = Variant {
 
 pub(super) const QWEN2: Variant = Variant {
     family: "qwen2",
-    class: "Qwen2",
+    classes: &["Qwen2ForCausalLM", "Qwen2Model"],
     vocab_size: 151_936,
     intermediate_size: 22_016,
     num_kv_heads: Some(32),
@@ -95,7 +94,7 @@ pub(super) const QWEN2: Variant = Variant {
 
 pub(super) const QWEN3: Variant = Variant {
     family: "qwen3",
-    class: "Qwen3",
+    classes: &["Qwen3ForCausalLM", "Qwen3Model"],
     head_dim: Some(128),
     biases: BiasRule::AskedOfAttention,
     qk_norm: true,
@@ -105,7 +104,7 @@ pub(super) const QWEN3: Variant = Variant {
 impl Llama {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>, variant: &Variant) -> Result<Self> {
-        check_architecture(f, variant.class)?;
+        check_architecture(f, variant.classes)?;
         // Fields of slices that a layer was trained in, and of other programs.
         f.ignore(&["is_llama_config", "max_sequence_length", "pretraining_tp"]);
         f.refuse("rope_interleaved", &[json!(false)])?;

@@ -494,6 +494,7 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
         assert_eq!(message, expected);
     }
     assert_snapshot!(train("--split_method layer_split --custom_split_points transformer.h.9"), @r#"error: split point "transformer.h.9" matches no module or parameter; the nearest is "transformer.h.0" ("custom_split_points", command line --custom_split_points)"#);
+    assert_snapshot!(train("--leaf_modules transformer.h.1.atn"), @r#"error: leaf module "transformer.h.1.atn" matches no module; the nearest name is "transformer.h.1.attn" ("leaf_modules", command line --leaf_modules)"#);
     assert_snapshot!(train("--tp 1000000000000 --pp 2"), @r#"error: "tp" is 1000000000000 (command line --tp), but must be so small that "dp" x "tp" x "pp" x "sp", the ranks, is at most 4294967295"#);
     assert_snapshot!(train("--gradient_accumulation_steps 9000000000000000000 --dp 2"), @r#"error: "gradient_accumulation_steps" is 9000000000000000000 (command line --gradient_accumulation_steps), but must be so small that the samples of a step, microbatch x microbatches x "dp", can be counted"#);
     assert_snapshot!(train("--dp 2000"), @r#"error: 116 training samples are fewer than one global batch of 8000 (1 per microbatch x 4 microbatches x dp 2000): give more data or a smaller batch ("dp", command line --dp)"#);

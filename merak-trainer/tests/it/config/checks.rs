@@ -66,10 +66,15 @@ fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_line("--tp-overlapping-level 4")), @r#""tp_overlapping_level" expects 0, 1, 2 or 3, found 4 (command line --tp-overlapping-level)"#);
     assert_snapshot!(message(load_line("--trace-method dynamo")), @r#""trace_method" "dynamo" (command line --trace-method) is not available in this version: choose fx, which runs the model's own code: that is Rust, and there is no Python for dynamo to watch"#);
     assert_snapshot!(message(load_line("--trace-method none")), @r#""trace_method" "none" (command line --trace-method) is not available in this version: choose fx, which traces the modules of a list too: a model of your own calls them in their order"#);
-    assert_snapshot!(message(load_line("--leaf_modules Attention")), @r#""leaf_modules" "Attention" (command line --leaf_modules) is not available in this version: choose none: a graph is traced operation by operation; a module of one's own becomes a few of them, see docs/OWN-MODEL.md"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @"no error");
     assert_snapshot!(message(load_line("--data.format tensors --data.tokenizer {\"train_bpe\":4096}")), @r#""data.tokenizer" is {"train_bpe":4096} (command line --data.tokenizer), but must be "bytes" or a file under "data.format" tensors, whose files hold no text to train on"#);
     assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");
+}
+
+#[test]
+fn a_class_that_cannot_be_traced_is_refused_with_all_that_can() {
+    assert_snapshot!(message(load_line("--trace_model Qwen2ForCausalLM,BertForMaskedLM")), @"no error");
+    assert_snapshot!(message(load_line("--trace_model Qwen2ForCausalLM,Qwen2ForCausalLn")), @r#""trace_model" expects BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel, GPT2Model, GPTNeoXForCausalLM, GPTNeoXModel, LlamaForCausalLM, LlamaModel, MistralForCausalLM, MistralModel, OPTForCausalLM, OPTModel, Qwen2ForCausalLM, Qwen2Model, Qwen3ForCausalLM, Qwen3Model, T5ForConditionalGeneration or ViTForImageClassification, found "Qwen2ForCausalLM,Qwen2ForCausalLn" (command line --trace_model); did you mean "Qwen2ForCausalLM"?"#);
 }
 
 #[test]

@@ -46,7 +46,9 @@ fn other_value(name: &str) -> Value {
         "data.mixture" => json!([{ "path": "/data/some", "weight": 0.7 }]),
         "adapter_name" => json!("mine"),
         "metric_for_best_model" => json!("eval_accuracy"),
+        "trace_model" => json!("Qwen2ForCausalLM,BertForMaskedLM"),
         "custom_split_points"
+        | "leaf_modules"
         | "tp_layer_lists.col_para_list"
         | "tp_layer_lists.row_para_list"
         | "tp_layer_lists.tp_attr_list"
@@ -181,8 +183,10 @@ cost_model = "measured"
 cost_cache = null
 split_method = "farthest_min_deps"
 custom_split_points = null
+leaf_modules = null
 shard_count = null
 trace_method = "fx"
+trace_model = ""
 init_method_std = 0.02
 activation_checkpointing = true
 checkpoint_num_layers = 1

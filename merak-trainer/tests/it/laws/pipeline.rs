@@ -122,7 +122,7 @@ fn one_rank_has_the_same_bits_under_every_schedule_and_recomputation() {
 fn no_cut_into_segments_and_stages_changes_a_bit() {
     let case = Case::gpt2().with_dropout(0.1).with_microbatches(5);
     let expected = reference(&case);
-    let cuts: [&[(&str, &str)]; 6] = [
+    let cuts: [&[(&str, &str)]; 7] = [
         &[("partition_method", "uniform_floor")],
         &[("partition_method", "parameters")],
         // The widest stage that there is, and three of one segment.
@@ -140,6 +140,7 @@ fn no_cut_into_segments_and_stages_changes_a_bit() {
             ),
         ],
         &[("shard_count", "4")],
+        &[("leaf_modules", "transformer.h.{i}.mlp,transformer.h.0")],
     ];
     for keys in cuts {
         let mut case = case.clone().on((1, 1, 4));
