@@ -12,6 +12,10 @@ pub enum Call {
     ReduceScatter(ReduceOp),
     /// The buffers of all members are joined on every member.
     AllGather,
+    /// The parts of all members are reduced, each in its member's own buffer.
+    ReduceScatterInPlace(ReduceOp),
+    /// The parts of all members are joined in each one's own buffer.
+    AllGatherInPlace,
     /// The buffers of all members are joined on one.
     Gather {
         /// The group rank of that member.
@@ -35,6 +39,8 @@ impl Call {
             Self::AllReduce(_) => "all_reduce",
             Self::ReduceScatter(_) => "reduce_scatter",
             Self::AllGather => "all_gather",
+            Self::ReduceScatterInPlace(_) => "reduce_scatter_in_place",
+            Self::AllGatherInPlace => "all_gather_in_place",
             Self::Gather { .. } => "gather",
             Self::Broadcast { .. } => "broadcast",
             Self::AllToAll => "all_to_all",
@@ -49,7 +55,8 @@ pub(crate) enum Parts {
     /// Each member's buffer is of this length, and where it is cut, it is cut evenly.
     Equal(usize),
     /// By member, the length of its part: of its input where parts are joined, of its output where
-    /// a buffer is cut. Of an exchange, by sender and then by receiver, the length of the part.
+    /// a buffer is cut; in place, within the buffer of every member. Of an exchange, by sender and
+    /// then by receiver, the length of the part.
     Listed(Arc<[usize]>),
 }
 
@@ -117,10 +124,12 @@ impl fmt::Display for Fingerprint {
         let Self { call, dtype, parts } = self;
         f.write_str(call.name())?;
         match call {
-            Call::AllReduce(op) | Call::ReduceScatter(op) => write!(f, "({op})")?,
+            Call::AllReduce(op) | Call::ReduceScatter(op) | Call::ReduceScatterInPlace(op) => {
+                write!(f, "({op})")?;
+            }
             Call::Broadcast { root } | Call::Gather { root } => write!(f, "(root {root})")?,
             Call::Barrier => return Ok(()),
-            Call::AllGather | Call::AllToAll => {}
+            Call::AllGather | Call::AllGatherInPlace | Call::AllToAll => {}
         }
         match parts {
             Parts::Equal(len) => write!(f, " of {len} {dtype}"),

@@ -245,6 +245,29 @@ pub trait Communicator: Send + Sync + fmt::Debug {
         self.start(Call::ReduceScatter(op), buffer, Some(lengths.into()))
     }
 
+    /// Reduces `[N * L]` where it lies: the `r`-th `[L]` in the buffer of member `r` becomes the
+    /// result. What the rest of the buffer holds afterwards is left open.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_reduce_scatter`].
+    fn start_reduce_scatter_in_place(&self, buffer: Box<dyn Buffer>, op: ReduceOp) -> Started {
+        self.start(Call::ReduceScatterInPlace(op), buffer, None)
+    }
+
+    /// [`Communicator::start_reduce_scatter_in_place`] of `[L]`, which is cut into parts of
+    /// `lengths`; the `r`-th part in the buffer of member `r` becomes the result.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_reduce_scatter_parts`].
+    fn start_reduce_scatter_parts_in_place(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+        op: ReduceOp,
+    ) -> Started {
+        self.start(Call::ReduceScatterInPlace(op), buffer, Some(lengths.into()))
+    }
+
     /// Joins one `[L]` of each member, in rank order, to `[N * L]` on every member.
     ///
     /// # Errors
@@ -261,6 +284,29 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// member's is not that of its buffer.
     fn start_all_gather_parts(&self, buffer: Box<dyn Buffer>, lengths: Vec<usize>) -> Started {
         self.start(Call::AllGather, buffer, Some(lengths.into()))
+    }
+
+    /// Copies the `r`-th `[L]` in the `[N * L]` of member `r` to its place in the buffers of all,
+    /// each of which has all parts then.
+    ///
+    /// # Errors
+    /// As [`Communicator::start`]; also when the length is no multiple of `N`.
+    fn start_all_gather_in_place(&self, buffer: Box<dyn Buffer>) -> Started {
+        self.start(Call::AllGatherInPlace, buffer, None)
+    }
+
+    /// [`Communicator::start_all_gather_in_place`] of `[L]`, in which the part of member `r` has
+    /// `lengths[r]` elements.
+    ///
+    /// # Errors
+    /// As [`Communicator::start`]; also when there is not one length for each member, or they do
+    /// not add up to `L`.
+    fn start_all_gather_parts_in_place(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+    ) -> Started {
+        self.start(Call::AllGatherInPlace, buffer, Some(lengths.into()))
     }
 
     /// Joins one `[L]` of each member, in rank order, to `[N * L]` on member `root`; the others get

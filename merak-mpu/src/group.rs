@@ -136,6 +136,19 @@ impl Group {
         into_vec(self.reduce_scatter(Box::new(data), op)?)
     }
 
+    /// [`Communicator::start_reduce_scatter_in_place`] of a `Vec`, and the wait for it.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_reduce_scatter_in_place`] and [`Pending::wait`].
+    pub fn reduce_scatter_in_place_vec<T: Element>(
+        &self,
+        data: Vec<T>,
+        op: ReduceOp,
+    ) -> Result<Vec<T>> {
+        let pending = self.start_reduce_scatter_in_place(Box::new(data), op)?;
+        into_vec(pending.wait()?)
+    }
+
     /// Joins one `[L]` of each member, in rank order, to `[N * L]` on every member.
     ///
     /// # Errors
@@ -150,6 +163,14 @@ impl Group {
     /// As [`Group::all_gather`].
     pub fn all_gather_vec<T: Element>(&self, data: Vec<T>) -> Result<Vec<T>> {
         into_vec(self.all_gather(Box::new(data))?)
+    }
+
+    /// [`Communicator::start_all_gather_in_place`] of a `Vec`, and the wait for it.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_gather_in_place`] and [`Pending::wait`].
+    pub fn all_gather_in_place_vec<T: Element>(&self, data: Vec<T>) -> Result<Vec<T>> {
+        into_vec(self.start_all_gather_in_place(Box::new(data))?.wait()?)
     }
 
     /// Joins one `[L]` of each member, in rank order, to `[N * L]` on member `root`; the others get
@@ -336,11 +357,18 @@ impl Group {
         let (n, me) = (self.world_size(), self.rank());
         match (call, lengths) {
             (Call::Gather { root } | Call::Broadcast { root }, None) => self.check_rank(root),
-            (Call::ReduceScatter(_) | Call::AllToAll, None) => self.check_even(call.name(), len),
+            (
+                Call::ReduceScatter(_)
+                | Call::ReduceScatterInPlace(_)
+                | Call::AllGatherInPlace
+                | Call::AllToAll,
+                None,
+            ) => self.check_even(call.name(), len),
             (Call::AllReduce(_) | Call::AllGather | Call::Barrier, None) => Ok(()),
-            (Call::ReduceScatter(_), Some(lengths)) => {
-                self.check_parts(call.name(), lengths, (0..lengths.len(), len))
-            }
+            (
+                Call::ReduceScatter(_) | Call::ReduceScatterInPlace(_) | Call::AllGatherInPlace,
+                Some(lengths),
+            ) => self.check_parts(call.name(), lengths, (0..lengths.len(), len)),
             (Call::AllGather, Some(lengths)) => {
                 self.check_parts(call.name(), lengths, (me..me + 1, len))
             }

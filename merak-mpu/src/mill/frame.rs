@@ -132,6 +132,8 @@ pub(super) fn encode_call(fingerprint: &Fingerprint) -> Vec<u8> {
         Call::Broadcast { root } => (4, *root),
         Call::AllToAll => (5, 0),
         Call::Barrier => (6, 0),
+        Call::ReduceScatterInPlace(op) => (7, of_op(*op)),
+        Call::AllGatherInPlace => (8, 0),
     };
     let mut encoder = Encoder::of(kind);
     encoder.0.push(of_dtype(*dtype));
@@ -160,6 +162,8 @@ pub(super) fn decode_call(bytes: &[u8]) -> Result<Fingerprint, Malformed> {
         4 => Call::Broadcast { root: detail },
         5 => Call::AllToAll,
         6 => Call::Barrier,
+        7 => Call::ReduceScatterInPlace(op(detail)?),
+        8 => Call::AllGatherInPlace,
         _ => return Err(Malformed),
     };
     let parts = match decoder.byte()? {
@@ -259,6 +263,8 @@ mod tests {
         assert_eq!(decode_group(&encode_group(&key)), Ok(key));
         for call in [
             Call::ReduceScatter(ReduceOp::Min),
+            Call::ReduceScatterInPlace(ReduceOp::Max),
+            Call::AllGatherInPlace,
             Call::Gather { root: 2 },
             Call::AllToAll,
         ] {

@@ -102,6 +102,11 @@ impl Moves {
             cuts.collect::<Vec<_>>()
         };
         let equal = |len: usize| cuts(&vec![len; n]);
+        // Where the parts of all members lie in the buffer of each.
+        let places = || match &fingerprint.parts {
+            Parts::Equal(len) => equal(len / n),
+            Parts::Listed(lengths) => cuts(lengths),
+        };
         match (fingerprint.call, &fingerprint.parts) {
             (Call::AllReduce(_), Parts::Equal(len)) => {
                 let bytes = len * size;
@@ -110,16 +115,16 @@ impl Moves {
                 }
                 Self::reduction(&cuts(&shares(*len, n)), me, n, Area::Input, true)
             }
-            (Call::ReduceScatter(_), Parts::Equal(len)) => {
-                let mut moves = Self::reduction(&equal(len / n), me, n, Area::Output, false);
-                moves.output_len = Some(len / n);
+            (Call::ReduceScatter(_), _) => {
+                let parts = places();
+                let mut moves = Self::reduction(&parts, me, n, Area::Output, false);
+                moves.output_len = Some(parts[me].len() / size);
                 moves
             }
-            (Call::ReduceScatter(_), Parts::Listed(lengths)) => {
-                let mut moves = Self::reduction(&cuts(lengths), me, n, Area::Output, false);
-                moves.output_len = Some(lengths[me]);
-                moves
+            (Call::ReduceScatterInPlace(_), _) => {
+                Self::reduction(&places(), me, n, Area::Input, false)
             }
+            (Call::AllGatherInPlace, _) => Self::gather_in_place(&places(), me),
             (Call::AllGather, Parts::Equal(len)) => Self::gather(&equal(*len), me, size, None),
             (Call::AllGather, Parts::Listed(lengths)) => {
                 Self::gather(&cuts(lengths), me, size, None)
@@ -273,6 +278,16 @@ impl Moves {
         }
         moves
     }
+
+    /// Each member's part of its input goes to its place in the inputs of the others.
+    fn gather_in_place(parts: &[Range<usize>], me: usize) -> Self {
+        let mut moves = Self::still(parts.len());
+        for (rank, part) in parts.iter().enumerate().filter(|(rank, _)| *rank != me) {
+            moves.sends[rank] = Extent::new(Area::Input, &parts[me]);
+            moves.receives[rank] = Extent::new(Area::Input, part);
+        }
+        moves
+    }
 }
 
 /// The elements of each of `n` members, as even as can be.
@@ -306,7 +321,11 @@ mod tests {
             (Call::ReduceScatter(sum), Parts::Equal(12)),
             (Call::ReduceScatter(sum), uneven.clone()),
             (Call::AllGather, Parts::Equal(5)),
-            (Call::AllGather, uneven),
+            (Call::AllGather, uneven.clone()),
+            (Call::ReduceScatterInPlace(sum), Parts::Equal(12)),
+            (Call::ReduceScatterInPlace(sum), uneven.clone()),
+            (Call::AllGatherInPlace, Parts::Equal(12)),
+            (Call::AllGatherInPlace, uneven),
             (Call::Gather { root: 1 }, Parts::Equal(5)),
             (Call::Broadcast { root: 2 }, Parts::Equal(5)),
             (Call::Broadcast { root: 1 }, Parts::Equal(100_001)),

@@ -393,8 +393,10 @@ impl Op {
         if come == self.folded || (come < whole && come - self.folded < SEGMENT_BYTES) {
             return Ok(());
         }
-        if let (Some(Fold { own, target }), Call::AllReduce(op) | Call::ReduceScatter(op)) =
-            (self.moves.fold, self.fingerprint.call)
+        if let (
+            Some(Fold { own, target }),
+            Call::AllReduce(op) | Call::ReduceScatter(op) | Call::ReduceScatterInPlace(op),
+        ) = (self.moves.fold, self.fingerprint.call)
         {
             self.fold_range(op, own, target, &(self.folded..come))?;
         }

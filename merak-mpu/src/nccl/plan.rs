@@ -229,10 +229,16 @@ impl Steps {
                 }],
                 output_len: Some(len * n),
             },
-            (Call::ReduceScatter(op), Parts::Listed(lengths)) => {
-                Self::reduce_parts(lengths, me, op)
-            }
-            (Call::AllGather, Parts::Listed(lengths)) => Self::join_parts(lengths),
+            (Call::ReduceScatter(op), Parts::Listed(lengths)) => Self {
+                steps: reduce_parts(lengths, op, |_| output(0)),
+                output_len: Some(lengths[me]),
+            },
+            (Call::AllGather, Parts::Listed(lengths)) => Self {
+                steps: join_parts(lengths, |start| (input(0), output(start))),
+                output_len: Some(lengths.iter().sum()),
+            },
+            (Call::ReduceScatterInPlace(op), parts) => Self::reduce_in_place(parts, me, n, op),
+            (Call::AllGatherInPlace, parts) => Self::join_in_place(parts, me, n),
             (Call::Gather { root }, Parts::Equal(len)) => Self::gather(*len, me, n, root),
             (Call::AllToAll, Parts::Equal(len)) => {
                 Self::exchange(&vec![len / n; n], &vec![len / n; n])
@@ -258,34 +264,34 @@ impl Steps {
         }
     }
 
-    fn reduce_parts(lengths: &[usize], me: usize, op: ReduceOp) -> Self {
-        let (starts, _) = starts(lengths);
-        let parts = lengths.iter().zip(starts).enumerate();
-        let steps = parts.map(|(root, (&len, start))| Step::Reduce {
-            from: input(start),
-            to: output(0),
-            len,
-            op,
-            root,
-        });
-        Self {
-            steps: steps.collect(),
-            output_len: Some(lengths[me]),
+    /// NCCL's own form in place, or a reduction of each part to its place on its member.
+    fn reduce_in_place(parts: &Parts, me: usize, n: usize, op: ReduceOp) -> Self {
+        match parts {
+            Parts::Equal(len) => Self::in_place(Step::ReduceScatter {
+                from: input(0),
+                to: input(me * (len / n)),
+                len: len / n,
+                op,
+            }),
+            Parts::Listed(lengths) => Self {
+                steps: reduce_parts(lengths, op, input),
+                output_len: None,
+            },
         }
     }
 
-    fn join_parts(lengths: &[usize]) -> Self {
-        let (starts, whole) = starts(lengths);
-        let parts = lengths.iter().zip(starts).enumerate();
-        let steps = parts.map(|(root, (&len, start))| Step::Broadcast {
-            from: input(0),
-            to: output(start),
-            len,
-            root,
-        });
-        Self {
-            steps: steps.collect(),
-            output_len: Some(whole),
+    /// NCCL's own form in place, or a broadcast of each part from its place.
+    fn join_in_place(parts: &Parts, me: usize, n: usize) -> Self {
+        match parts {
+            Parts::Equal(len) => Self::in_place(Step::AllGather {
+                from: input(me * (len / n)),
+                to: input(0),
+                len: len / n,
+            }),
+            Parts::Listed(lengths) => Self {
+                steps: join_parts(lengths, |start| (input(start), input(start))),
+                output_len: None,
+            },
         }
     }
 
@@ -339,6 +345,38 @@ impl Steps {
         self.steps.retain(|step| step.len() > 0);
         self
     }
+}
+
+/// One reduction for each member, of the part that begins at `start`, to `place(start)` on that
+/// member; NCCL leaves the place of the others alone.
+fn reduce_parts(lengths: &[usize], op: ReduceOp, place: impl Fn(usize) -> Spot) -> Vec<Step> {
+    let (starts, _) = starts(lengths);
+    let parts = lengths.iter().zip(starts).enumerate();
+    let steps = parts.map(|(root, (&len, start))| Step::Reduce {
+        from: input(start),
+        to: place(start),
+        len,
+        op,
+        root,
+    });
+    steps.collect()
+}
+
+/// One broadcast of each member's part, from and to `places(start)`, where the part begins at
+/// `start` among all.
+fn join_parts(lengths: &[usize], places: impl Fn(usize) -> (Spot, Spot)) -> Vec<Step> {
+    let (starts, _) = starts(lengths);
+    let parts = lengths.iter().zip(starts).enumerate();
+    let steps = parts.map(|(root, (&len, start))| {
+        let (from, to) = places(start);
+        Step::Broadcast {
+            from,
+            to,
+            len,
+            root,
+        }
+    });
+    steps.collect()
 }
 
 impl<P> Step<P> {
@@ -415,6 +453,30 @@ mod tests {
         assert_eq!(
             told(Call::AllReduce(ReduceOp::Sum), Parts::Equal(0)),
             [" -> in place"; 3]
+        );
+    }
+
+    #[test]
+    fn what_works_in_place_has_no_output() {
+        let sum = ReduceOp::Sum;
+        let summed = |place| format!("reduce_scatter(sum) 2 in+0 in+{place} -> in place");
+        assert_eq!(
+            told(Call::ReduceScatterInPlace(sum), Parts::Equal(6)),
+            [0, 2, 4].map(summed)
+        );
+        let joined = |place| format!("all_gather 2 in+{place} in+0 -> in place");
+        assert_eq!(
+            told(Call::AllGatherInPlace, Parts::Equal(6)),
+            [0, 2, 4].map(joined)
+        );
+        let parts = Parts::Listed([4, 0, 2].into());
+        assert_eq!(
+            told(Call::ReduceScatterInPlace(sum), parts.clone()),
+            ["reduce(sum) 4 in+0 in+0 root 0; reduce(sum) 2 in+4 in+4 root 2 -> in place"; 3]
+        );
+        assert_eq!(
+            told(Call::AllGatherInPlace, parts),
+            ["broadcast 4 in+0 in+0 root 0; broadcast 2 in+4 in+4 root 2 -> in place"; 3]
         );
     }
 

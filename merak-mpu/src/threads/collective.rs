@@ -323,7 +323,7 @@ impl Work {
             let footprint = self.plan.footprint(claim.chunk);
             // SAFETY: the claim is ours alone, and the buffers stay open until it is dropped.
             let mut memory = unsafe { self.memory(footprint) };
-            self.plan.compute(&mut memory);
+            self.plan.compute(claim.chunk, &mut memory);
         }
     }
 

@@ -88,7 +88,9 @@ impl ChunkPlan {
             Parts::Equal(len) => {
                 let (blocks, block_len) = match fingerprint.call {
                     Call::AllReduce(_) | Call::Broadcast { .. } => (1, *len),
-                    Call::ReduceScatter(_) => (n, len / n),
+                    Call::ReduceScatter(_)
+                    | Call::ReduceScatterInPlace(_)
+                    | Call::AllGatherInPlace => (n, len / n),
                     Call::AllGather | Call::Gather { .. } => (n, *len),
                     Call::AllToAll => (n * (n - 1) / 2, len / n),
                     Call::Barrier => (0, 0),
@@ -145,9 +147,15 @@ impl ChunkPlan {
             (Call::AllToAll, Parts::Listed(lengths)) => {
                 Some(lengths.iter().skip(rank).step_by(n).sum())
             }
-            (Call::AllReduce(_) | Call::Broadcast { .. } | Call::AllToAll | Call::Barrier, _) => {
-                None
-            }
+            (
+                Call::AllReduce(_)
+                | Call::ReduceScatterInPlace(_)
+                | Call::AllGatherInPlace
+                | Call::Broadcast { .. }
+                | Call::AllToAll
+                | Call::Barrier,
+                _,
+            ) => None,
         }
     }
 
@@ -161,7 +169,9 @@ impl ChunkPlan {
         let (number, Block { bytes, target, .. }, range) = self.blocks.find(chunk);
         let at = |offset: usize| offset + range.start..offset + range.end;
         match self.fingerprint.call {
-            Call::AllReduce(_) => (0..n).map(|rank| (rank, at(0))).collect(),
+            Call::AllReduce(_) | Call::ReduceScatterInPlace(_) => {
+                (0..n).map(|rank| (rank, at(bytes.start))).collect()
+            }
             Call::ReduceScatter(_) => {
                 let inputs = (0..n).map(|rank| (rank, at(bytes.start)));
                 inputs.chain([(n + number, at(0))]).collect()
@@ -171,14 +181,8 @@ impl ChunkPlan {
                 [(number, at(0))].into_iter().chain(outputs).collect()
             }
             Call::Gather { root } => vec![(number, at(0)), (n + root, at(bytes.start))],
-            Call::Broadcast { root } => {
-                let others = (0..n).filter(|&rank| rank != root);
-                [root]
-                    .into_iter()
-                    .chain(others)
-                    .map(|rank| (rank, at(0)))
-                    .collect()
-            }
+            Call::AllGatherInPlace => self.to_all(number, &at(bytes.start)),
+            Call::Broadcast { root } => self.to_all(root, &at(0)),
             Call::AllToAll if self.exchanges_parts() => {
                 let (from, to) = (number / n, number % n);
                 vec![(from, at(bytes.start)), (n + to, at(target))]
@@ -192,20 +196,35 @@ impl ChunkPlan {
         }
     }
 
+    /// A range of all inputs, first that of the member whose bytes the others get.
+    fn to_all(&self, source: usize, range: &Range<usize>) -> Footprint {
+        let others = (0..self.n).filter(|&rank| rank != source);
+        let inputs = [source].into_iter().chain(others);
+        inputs.map(|rank| (rank, range.clone())).collect()
+    }
+
     /// Computes a chunk, given the memory of its footprint.
-    pub(super) fn compute(&self, memory: &mut [&mut [u8]]) {
+    pub(super) fn compute(&self, chunk: usize, memory: &mut [&mut [u8]]) {
         let Fingerprint { call, dtype, .. } = self.fingerprint;
         match call {
             Call::AllReduce(op) => fold::reduce(dtype, op, self.n, memory, 0..self.n),
             Call::ReduceScatter(op) => {
                 fold::reduce(dtype, op, self.n, memory, self.n..self.n + 1);
             }
+            Call::ReduceScatterInPlace(op) => {
+                let (owner, ..) = self.blocks.find(chunk);
+                fold::reduce(dtype, op, self.n, memory, owner..owner + 1);
+            }
             Call::AllToAll if !self.exchanges_parts() => {
                 if let [low, high] = memory {
                     low.swap_with_slice(high);
                 }
             }
-            Call::AllGather | Call::Gather { .. } | Call::Broadcast { .. } | Call::AllToAll => {
+            Call::AllGather
+            | Call::AllGatherInPlace
+            | Call::Gather { .. }
+            | Call::Broadcast { .. }
+            | Call::AllToAll => {
                 if let Some((source, targets)) = memory.split_first_mut() {
                     for target in targets {
                         target.copy_from_slice(source);
@@ -246,6 +265,8 @@ mod tests {
             Just(Call::AllReduce(ReduceOp::Sum)),
             Just(Call::ReduceScatter(ReduceOp::Max)),
             Just(Call::AllGather),
+            Just(Call::ReduceScatterInPlace(ReduceOp::Min)),
+            Just(Call::AllGatherInPlace),
             (0..n).prop_map(|root| Call::Gather { root }),
             (0..n).prop_map(|root| Call::Broadcast { root }),
             Just(Call::AllToAll),
@@ -262,7 +283,10 @@ mod tests {
             uneven: bool,
             dtype in prop::sample::select(DType::ALL.as_slice()),
         ) {
-            let cuts = matches!(call, Call::ReduceScatter(_));
+            let cuts = matches!(
+                call,
+                Call::ReduceScatter(_) | Call::ReduceScatterInPlace(_) | Call::AllGatherInPlace
+            );
             let joins = matches!(call, Call::AllGather | Call::Gather { .. });
             let exchanges = call == Call::AllToAll;
             let len = if cuts || call == Call::AllToAll { part * n } else { part };

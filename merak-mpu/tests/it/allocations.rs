@@ -93,3 +93,21 @@ fn parts_are_not_padded_to_the_longest() {
     let most = asked.iter().max().expect("there are ranks");
     assert!(*most < 4 * LONGEST, "{asked:?}");
 }
+
+#[test]
+fn what_works_in_place_asks_for_no_memory_of_the_size_of_its_buffer() {
+    const BYTES: usize = 1 << 20;
+    let asked = threads::run(4, options(), |member| {
+        let (world, own) = (member.world_group()?, member.rank().0 * BYTES / 4);
+        let whole = vec![1_u8; BYTES];
+        let before = asked_bytes();
+        let whole = world.reduce_scatter_in_place_vec(whole, ReduceOp::Sum)?;
+        assert!(whole[own..][..BYTES / 4].iter().all(|x| *x == 4));
+        let whole = world.all_gather_in_place_vec(whole)?;
+        let asked = asked_bytes() - before;
+        assert!(whole.iter().all(|x| *x == 4));
+        Ok::<_, merak_mpu::Error>(asked)
+    });
+    let asked = asked.expect("no rank fails");
+    assert!(asked.iter().all(|asked| *asked < BYTES / 8), "{asked:?}");
+}

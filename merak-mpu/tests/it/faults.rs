@@ -1,5 +1,6 @@
 use merak_mpu::{
-    Buffer, Communicator, DType, Error, Group, Member, Memory, Rank, ReduceOp, RunError, into_vec,
+    Buffer, Call, Communicator, DType, Error, Group, Member, Memory, Rank, ReduceOp, RunError,
+    into_vec,
     testing::world,
     threads::{self, WorldOptions},
 };
@@ -130,21 +131,6 @@ fn arguments_are_checked_before_anything_is_sent() {
                     .into()
             )
         );
-        let parts = |len, lengths: &[usize]| {
-            let parts = world.all_gather_parts_vec(vec![0_u8; len], lengths.to_vec());
-            parts.map_err(text).unwrap_err()
-        };
-        let what = "all_gather cannot cut the parts of 2 ranks: ";
-        for (lengths, why) in [
-            (&[2][..], "there are 1 lengths"),
-            (
-                &[3, 3],
-                "their lengths ask for a buffer of 3 elements, found 2",
-            ),
-            (&[2, usize::MAX], "the sum of their lengths is too large"),
-        ] {
-            assert_eq!(parts(2, lengths), format!("{what}{why}"));
-        }
         assert_eq!(
             world.broadcast_vec(vec![0_u8; 7], 2).map_err(text),
             Err("rank 2 does not exist in world [0, 1], which has 2 ranks".into())
@@ -168,6 +154,37 @@ fn arguments_are_checked_before_anything_is_sent() {
                 member.rank()
             ))
         );
+        world.barrier().unwrap();
+    });
+}
+
+#[test]
+fn parts_that_do_not_fit_a_buffer_are_refused_before_anything_is_sent() {
+    world(2, |member| {
+        let world = world_of(&member);
+        let buffer = |len: usize| -> Box<dyn Buffer> { Box::new(vec![0_u8; len]) };
+        let in_place = Call::ReduceScatterInPlace(ReduceOp::Sum);
+        for (call, wanted) in [
+            (Call::AllGather, 3),
+            (Call::AllGatherInPlace, 6),
+            (in_place, 6),
+        ] {
+            let refused = |lengths: &[usize]| {
+                let started = world.start(call, buffer(2), Some(lengths.into()));
+                started.unwrap_err().to_string()
+            };
+            let what = format!("{} cannot cut the parts of 2 ranks:", call.name());
+            assert_eq!(refused(&[2]), format!("{what} there are 1 lengths"));
+            let other = format!("their lengths ask for a buffer of {wanted} elements, found 2");
+            assert_eq!(refused(&[3, 3]), format!("{what} {other}"));
+            let large = "the sum of their lengths is too large";
+            assert_eq!(refused(&[2, usize::MAX]), format!("{what} {large}"));
+        }
+        for call in [Call::AllGatherInPlace, in_place] {
+            let error = world.start(call, buffer(7), None).unwrap_err();
+            let reason = "over 2 ranks needs a multiple of 2 elements, found 7; nearest is 6";
+            assert_eq!(error.to_string(), format!("{} {reason}", call.name()));
+        }
         world.barrier().unwrap();
     });
 }

@@ -56,7 +56,7 @@ fn bytes<T: Element>(data: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(data).to_vec()
 }
 
-/// Both reductions equal the folded row, bit for bit and on every rank.
+/// All reductions equal the folded row, bit for bit and on every rank.
 fn check_reductions<T: Element>(rows: &[Vec<T>], op: ReduceOp, folded: &[T]) {
     let n = rows.len();
     let part = folded.len() / n;
@@ -72,7 +72,12 @@ fn check_reductions<T: Element>(rows: &[Vec<T>], op: ReduceOp, folded: &[T]) {
         let own = group
             .reduce_scatter_vec(rows[rank].clone(), op)
             .expect("all ranks take part");
-        assert_eq!(bytes(&own), bytes(&folded[rank * part..(rank + 1) * part]));
+        let expected = bytes(&folded[rank * part..(rank + 1) * part]);
+        assert_eq!(bytes(&own), expected);
+        let all = group
+            .reduce_scatter_in_place_vec(rows[rank].clone(), op)
+            .expect("all ranks take part");
+        assert_eq!(bytes(&all[rank * part..(rank + 1) * part]), expected);
     });
 }
 
@@ -133,6 +138,9 @@ proptest! {
             let own = || rows[rank].clone();
             assert_eq!(group.all_gather_vec(own()).unwrap(), rows.concat());
             assert_eq!(group.broadcast_vec(own(), root).unwrap(), rows[root]);
+            let parts = rows.iter().enumerate();
+            let parts: Vec<_> = parts.map(|(from, row)| &row[from * part..(from + 1) * part]).collect();
+            assert_eq!(group.all_gather_in_place_vec(own()).unwrap(), parts.concat());
             let columns: Vec<_> = rows.iter().map(|row| &row[rank * part..(rank + 1) * part]).collect();
             assert_eq!(group.all_to_all_vec(own()).unwrap(), columns.concat());
             let back = group.all_to_all_vec(columns.concat()).unwrap();
@@ -155,13 +163,15 @@ proptest! {
 
 #[test]
 fn results_lie_in_the_memory_that_was_given() {
-    world(2, |member| {
+    everywhere(2, |member| {
         let group = member.world_group().unwrap();
         let data = vec![1.0_f32; 100_000];
         let place = data.as_ptr();
         let data = group.all_reduce_vec(data, ReduceOp::Sum).unwrap();
         let data = group.broadcast_vec(data, 0).unwrap();
         let data = group.all_to_all_vec(data).unwrap();
+        let data = group.reduce_scatter_in_place_vec(data, ReduceOp::Max);
+        let data = group.all_gather_in_place_vec(data.unwrap()).unwrap();
         assert_eq!(data.as_ptr(), place);
         assert_eq!(data, vec![2.0; 100_000]);
     });

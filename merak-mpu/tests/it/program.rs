@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use merak_mpu::{
-    Buffer, Communicator, DType, Member, Message, Packet, Pending, Rank, ReduceOp, Result,
+    Buffer, Communicator, DType, Group, Member, Message, Packet, Pending, Rank, ReduceOp, Result,
 };
 use proptest::prelude::*;
 use std::ops::RangeInclusive;
@@ -29,7 +29,7 @@ struct Step {
 }
 
 /// How many kinds of steps there are.
-const KINDS: usize = 10;
+const KINDS: usize = 14;
 
 /// Programs for worlds of `ranks` ranks.
 pub(crate) fn programs(ranks: RangeInclusive<usize>) -> impl Strategy<Value = Program> {
@@ -110,14 +110,10 @@ impl Step {
     fn start(&self, number: usize, member: &Member, members: &[Rank]) -> Result<Pending<Vec<u8>>> {
         let group = member.group("some", members)?;
         let (n, rank, own) = (group.world_size(), group.rank(), member.rank().0);
-        let fresh = |len: usize, seed: usize| {
-            let mut buffer = merak_mpu::zeros(self.dtype, len);
-            fill(&mut *buffer, seed);
-            buffer
-        };
+        let fresh = |len: usize, seed: usize| self.fresh(len, seed);
         let seed = own * 31 + number;
         let (len, op) = (self.len, self.op);
-        let few = |to: usize| (to * 7 + len) % 11;
+        let few = |to: usize| self.few(to);
         let pending = match self.kind {
             0 => group.start_all_reduce(fresh(len, seed), op),
             1 => group.start_reduce_scatter(fresh(len * n, seed), op),
@@ -140,6 +136,7 @@ impl Step {
                 let parts = fresh(lengths.iter().sum(), own + number);
                 group.start_all_to_all_parts(parts, lengths.repeat(n))
             }
+            9..13 => return self.start_in_place(&group, seed),
             _ => {
                 let tag = (number % 2) as u64;
                 let packet = |len: usize| Packet {
@@ -162,6 +159,44 @@ impl Step {
             }
         };
         Ok(pending?.map(|buffer| Ok(bytes(&*buffer))))
+    }
+
+    /// Starts what works in buffers that have the parts of all members.
+    fn start_in_place(&self, group: &Group, seed: usize) -> Result<Pending<Vec<u8>>> {
+        let (n, rank) = (group.world_size(), group.rank());
+        let (is_sum, is_listed) = (self.kind.is_multiple_of(2), self.kind > 10);
+        let lengths: Vec<_> = if is_listed {
+            (0..n).map(|member| self.few(member)).collect()
+        } else {
+            vec![self.len; n]
+        };
+        let whole: usize = lengths.iter().sum();
+        let start: usize = lengths[..rank].iter().sum();
+        let size = self.dtype.size_bytes();
+        let part = if is_sum {
+            start * size..(start + lengths[rank]) * size
+        } else {
+            0..whole * size
+        };
+        let buffer = self.fresh(whole, seed);
+        let pending = match (is_sum, is_listed) {
+            (false, false) => group.start_all_gather_in_place(buffer),
+            (true, false) => group.start_reduce_scatter_in_place(buffer, self.op),
+            (false, true) => group.start_all_gather_parts_in_place(buffer, lengths),
+            (true, true) => group.start_reduce_scatter_parts_in_place(buffer, lengths, self.op),
+        };
+        Ok(pending?.map(|buffer| Ok(bytes(&*buffer)[part].to_vec())))
+    }
+
+    fn fresh(&self, len: usize, seed: usize) -> Box<dyn Buffer> {
+        let mut buffer = merak_mpu::zeros(self.dtype, len);
+        fill(&mut *buffer, seed);
+        buffer
+    }
+
+    /// The length of a member's part where parts differ.
+    fn few(&self, member: usize) -> usize {
+        (member * 7 + self.len) % 11
     }
 }
 

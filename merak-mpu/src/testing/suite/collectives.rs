@@ -55,7 +55,14 @@ fn collectives_of<T: Element + PartialEq>(
             group.all_gather_vec(row(rank, len, make)),
             rows(len).flatten(),
         );
+        same(
+            group,
+            "all_gather_in_place",
+            group.all_gather_in_place_vec(own_part_alone(rank, &vec![len; n], make)),
+            rows(len).flatten(),
+        );
         parts_of(group, len, make, value);
+        parts_in_place_of(group, len, make, value);
         let root = n / 2;
         same(
             group,
@@ -102,11 +109,19 @@ fn reductions_of<T: Element + PartialEq>(
             fold(op, rows(len), value).map(make),
         );
         let whole = fold(op, rows(len * n), value).map(make);
+        let part: Vec<T> = whole.skip(rank * len).take(len).collect();
+        let in_place = group.reduce_scatter_in_place_vec(row(rank, len * n, make), op);
+        same(
+            group,
+            "reduce_scatter_in_place",
+            in_place.map(|all| all[rank * len..][..len].to_vec()),
+            part.clone(),
+        );
         same(
             group,
             "reduce_scatter",
             group.reduce_scatter_vec(row(rank, len * n, make), op),
-            whole.skip(rank * len).take(len),
+            part,
         );
     }
 }
@@ -138,6 +153,57 @@ fn parts_of<T: Element + PartialEq>(
         group.all_gather_parts_vec(row(rank, lengths[rank], make), lengths.clone()),
         (0..n).flat_map(|rank| row(rank, lengths[rank], make)),
     );
+}
+
+/// The same in buffers that have the parts of all members.
+fn parts_in_place_of<T: Element + PartialEq>(
+    group: &Group,
+    len: usize,
+    make: impl Fn(f64) -> T + Copy,
+    value: impl Fn(T) -> f64 + Copy,
+) {
+    let (n, rank) = (group.world_size(), group.rank());
+    let lengths: Vec<usize> = (0..n).map(|rank| rank * len).collect();
+    let (start, whole): (usize, usize) = (lengths[..rank].iter().sum(), lengths.iter().sum());
+    let own = row(rank, whole, make);
+    let sums = group
+        .start_reduce_scatter_parts_in_place(Box::new(own), lengths.clone(), OPS[0])
+        .and_then(|pending| into_vec::<T>(pending.wait()?));
+    let rows = (0..n).map(|rank| row(rank, whole, make));
+    let expected = fold(OPS[0], rows, value).map(make);
+    same(
+        group,
+        "reduce_scatter_in_place of parts",
+        sums.map(|all| all[start..][..lengths[rank]].to_vec()),
+        expected.skip(start).take(lengths[rank]),
+    );
+    let own = own_part_alone(rank, &lengths, make);
+    let joined = group
+        .start_all_gather_parts_in_place(Box::new(own), lengths.clone())
+        .and_then(|pending| into_vec(pending.wait()?));
+    same(
+        group,
+        "all_gather_in_place of parts",
+        joined,
+        (0..n).flat_map(|rank| row(rank, lengths[rank], make)),
+    );
+}
+
+/// Room for the parts of all members, in which those of the others are not there yet.
+fn own_part_alone<T: Element>(
+    rank: usize,
+    lengths: &[usize],
+    make: impl Fn(f64) -> T + Copy,
+) -> Vec<T> {
+    let part = |(other, &len): (usize, &usize)| {
+        if other == rank {
+            row(rank, len, make)
+        } else {
+            // No row has this number.
+            vec![make(9.0); len]
+        }
+    };
+    lengths.iter().enumerate().flat_map(part).collect()
 }
 
 fn same<T: Element + PartialEq>(
@@ -329,6 +395,8 @@ pub fn single_groups(member: &Member) {
         .all_reduce_vec(data, ReduceOp::Sum)
         .and_then(|data| alone.all_gather_vec(data))
         .and_then(|data| alone.reduce_scatter_vec(data, ReduceOp::Max))
+        .and_then(|data| alone.all_gather_in_place_vec(data))
+        .and_then(|data| alone.reduce_scatter_in_place_vec(data, ReduceOp::Max))
         .and_then(|data| alone.broadcast_vec(data, 0))
         .and_then(|data| alone.all_to_all_vec(data))
         .expect("nobody else takes part");
