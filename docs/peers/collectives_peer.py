@@ -47,6 +47,12 @@ def gloo(rank, port):
             "broadcast": lambda: dist.broadcast(data, 0),
             "all_gather": lambda: dist.all_gather_into_tensor(out, half),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, data, dist.ReduceOp.SUM),
+            "all_gather, new memory": lambda: dist.all_gather_into_tensor(
+                torch.empty_like(data), half
+            ),
+            "reduce_scatter, new memory": lambda: dist.reduce_scatter_tensor(
+                torch.empty_like(half), data, dist.ReduceOp.SUM
+            ),
             "gather": lambda: dist.gather(half, halves, 0),
             "message": message,
         }
@@ -70,7 +76,7 @@ def lines(command, *others):
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for process in processes:
         assert process.wait() == 0
-    words = [line.split() for line in text.splitlines()]
+    words = [line.rsplit(maxsplit=2) for line in text.splitlines()]
     return {(name, int(size)): float(seconds) for name, size, seconds in words}
 
 

@@ -9,8 +9,9 @@
 //! ```
 //!
 //! prints one line for each operation and size: its name, bytes and seconds, where the seconds are
-//! the median of some batches of operations that follow each other without a pause. A message is
-//! timed there and back, and half of it counts. Under `sockets` processes share no memory, as those
+//! the median of some batches of operations that follow each other without a pause. Collectives
+//! work in one buffer again and again, but for gathers and those that are named `new memory`. A
+//! message is timed there and back, and half of it counts. Under `sockets` processes share no memory, as those
 //! of several hosts. `docs/peers/collectives_peer.py` runs this beside gloo.
 #![expect(clippy::print_stdout, reason = "an example reports on standard output")]
 
@@ -90,12 +91,16 @@ fn measure(member: &Member) -> Result<()> {
         })?;
         time("all_to_all", &|data| world.all_to_all_vec(data))?;
         time("broadcast", &|data| world.broadcast_vec(data, 0))?;
-        time("all_gather", &|mut data| {
+        time("all_gather", &|data| world.all_gather_in_place_vec(data))?;
+        time("reduce_scatter", &|data| {
+            world.reduce_scatter_in_place_vec(data, ReduceOp::Sum)
+        })?;
+        time("all_gather, new memory", &|mut data| {
             data.truncate(bytes / 4 / world.world_size());
             world.all_gather_vec(data)
         })?;
         // As gloo's, these two keep what was handed in, here by a copy.
-        time("reduce_scatter", &|data| {
+        time("reduce_scatter, new memory", &|data| {
             world.reduce_scatter_vec(data.clone(), ReduceOp::Sum)?;
             Ok(data)
         })?;
