@@ -10,8 +10,8 @@
 //!
 //! prints one line for each operation and size: its name, bytes and seconds, where the seconds are
 //! the median of some batches of operations that follow each other without a pause. Collectives
-//! work in one buffer again and again, but for gathers and those that are named `new memory`. A
-//! message is timed there and back, and half of it counts. Under `sockets` processes share no memory, as those
+//! work in one buffer again and again, but for those that are named `new memory`. A message is
+//! timed there and back, and half of it counts. Under `sockets` processes share no memory, as those
 //! of several hosts. `docs/peers/collectives_peer.py` runs this beside gloo.
 #![expect(clippy::print_stdout, reason = "an example reports on standard output")]
 
@@ -95,16 +95,17 @@ fn measure(member: &Member) -> Result<()> {
         time("reduce_scatter", &|data| {
             world.reduce_scatter_in_place_vec(data, ReduceOp::Sum)
         })?;
+        time("gather", &|data| world.gather_in_place_vec(data, 0))?;
         time("all_gather, new memory", &|mut data| {
             data.truncate(bytes / 4 / world.world_size());
             world.all_gather_vec(data)
         })?;
-        // As gloo's, these two keep what was handed in, here by a copy.
+        // As gloo's, these keep what was handed in, here by a copy.
         time("reduce_scatter, new memory", &|data| {
             world.reduce_scatter_vec(data.clone(), ReduceOp::Sum)?;
             Ok(data)
         })?;
-        time("gather", &|data| {
+        time("gather, new memory", &|data| {
             let part = data[..bytes / 4 / world.world_size()].to_vec();
             world.gather_vec(part, 0)?;
             Ok(data)

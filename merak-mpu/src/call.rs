@@ -21,6 +21,11 @@ pub enum Call {
         /// The group rank of that member.
         root: usize,
     },
+    /// The part of each member is copied to its place in the buffer of one.
+    GatherInPlace {
+        /// The group rank of that member.
+        root: usize,
+    },
     /// The buffer of one member is copied to all.
     Broadcast {
         /// The group rank of that member.
@@ -42,6 +47,7 @@ impl Call {
             Self::ReduceScatterInPlace(_) => "reduce_scatter_in_place",
             Self::AllGatherInPlace => "all_gather_in_place",
             Self::Gather { .. } => "gather",
+            Self::GatherInPlace { .. } => "gather_in_place",
             Self::Broadcast { .. } => "broadcast",
             Self::AllToAll => "all_to_all",
             Self::Barrier => "barrier",
@@ -127,7 +133,9 @@ impl fmt::Display for Fingerprint {
             Call::AllReduce(op) | Call::ReduceScatter(op) | Call::ReduceScatterInPlace(op) => {
                 write!(f, "({op})")?;
             }
-            Call::Broadcast { root } | Call::Gather { root } => write!(f, "(root {root})")?,
+            Call::Broadcast { root } | Call::Gather { root } | Call::GatherInPlace { root } => {
+                write!(f, "(root {root})")?;
+            }
             Call::Barrier => return Ok(()),
             Call::AllGather | Call::AllGatherInPlace | Call::AllToAll => {}
         }

@@ -318,6 +318,15 @@ pub trait Communicator: Send + Sync + fmt::Debug {
         self.start(Call::Gather { root }, buffer, None)
     }
 
+    /// Copies the `r`-th `[L]` in the `[N * L]` of member `r` to its place in the buffer of member
+    /// `root`, which has all parts then. The buffers of the others stay as they are.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_gather_in_place`]; also when `root` is not a member.
+    fn start_gather_in_place(&self, buffer: Box<dyn Buffer>, root: usize) -> Started {
+        self.start(Call::GatherInPlace { root }, buffer, None)
+    }
+
     /// Copies the `[L]` of member `root` to every member.
     ///
     /// # Errors

@@ -182,6 +182,14 @@ impl Group {
         into_vec(self.start_gather(Box::new(data), root)?.wait()?)
     }
 
+    /// [`Communicator::start_gather_in_place`] of a `Vec`, and the wait for it.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_gather_in_place`] and [`Pending::wait`].
+    pub fn gather_in_place_vec<T: Element>(&self, data: Vec<T>, root: usize) -> Result<Vec<T>> {
+        into_vec(self.start_gather_in_place(Box::new(data), root)?.wait()?)
+    }
+
     /// Copies the `[L]` of member `root` to every member.
     ///
     /// # Errors
@@ -364,6 +372,10 @@ impl Group {
                 | Call::AllToAll,
                 None,
             ) => self.check_even(call.name(), len),
+            (Call::GatherInPlace { root }, None) => {
+                self.check_rank(root)?;
+                self.check_even(call.name(), len)
+            }
             (Call::AllReduce(_) | Call::AllGather | Call::Barrier, None) => Ok(()),
             (
                 Call::ReduceScatter(_) | Call::ReduceScatterInPlace(_) | Call::AllGatherInPlace,
@@ -374,7 +386,11 @@ impl Group {
             }
             (Call::AllToAll, Some(lengths)) => self.check_exchange(lengths, len),
             (
-                Call::AllReduce(_) | Call::Gather { .. } | Call::Broadcast { .. } | Call::Barrier,
+                Call::AllReduce(_)
+                | Call::Gather { .. }
+                | Call::GatherInPlace { .. }
+                | Call::Broadcast { .. }
+                | Call::Barrier,
                 Some(_),
             ) => Err(Error::BadParts {
                 op: call.name(),

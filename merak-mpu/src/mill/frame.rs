@@ -134,6 +134,7 @@ pub(super) fn encode_call(fingerprint: &Fingerprint) -> Vec<u8> {
         Call::Barrier => (6, 0),
         Call::ReduceScatterInPlace(op) => (7, of_op(*op)),
         Call::AllGatherInPlace => (8, 0),
+        Call::GatherInPlace { root } => (9, *root),
     };
     let mut encoder = Encoder::of(kind);
     encoder.0.push(of_dtype(*dtype));
@@ -164,6 +165,7 @@ pub(super) fn decode_call(bytes: &[u8]) -> Result<Fingerprint, Malformed> {
         6 => Call::Barrier,
         7 => Call::ReduceScatterInPlace(op(detail)?),
         8 => Call::AllGatherInPlace,
+        9 => Call::GatherInPlace { root: detail },
         _ => return Err(Malformed),
     };
     let parts = match decoder.byte()? {
@@ -266,6 +268,7 @@ mod tests {
             Call::ReduceScatterInPlace(ReduceOp::Max),
             Call::AllGatherInPlace,
             Call::Gather { root: 2 },
+            Call::GatherInPlace { root: 1 },
             Call::AllToAll,
         ] {
             for dtype in DType::ALL {

@@ -93,18 +93,10 @@ impl Moves {
     /// The moves of member `me`, whose buffer fits the call.
     pub(super) fn new(fingerprint: &Fingerprint, me: usize, n: usize) -> Self {
         let size = fingerprint.dtype.size_bytes();
-        let cuts = |lengths: &[usize]| {
-            let mut end = 0;
-            let cuts = lengths.iter().map(|len| {
-                end += len * size;
-                end - len * size..end
-            });
-            cuts.collect::<Vec<_>>()
-        };
-        let equal = |len: usize| cuts(&vec![len; n]);
-        // Where the parts of all members lie in the buffer of each.
-        let places = || match &fingerprint.parts {
-            Parts::Equal(len) => equal(len / n),
+        let cuts = |lengths: &[usize]| ranges(lengths, size);
+        // The parts of all members: of a buffer that is cut, or inputs that are joined.
+        let parts = |is_cut: bool| match &fingerprint.parts {
+            Parts::Equal(len) => cuts(&vec![if is_cut { len / n } else { *len }; n]),
             Parts::Listed(lengths) => cuts(lengths),
         };
         match (fingerprint.call, &fingerprint.parts) {
@@ -116,21 +108,19 @@ impl Moves {
                 Self::reduction(&cuts(&shares(*len, n)), me, n, Area::Input, true)
             }
             (Call::ReduceScatter(_), _) => {
-                let parts = places();
+                let parts = parts(true);
                 let mut moves = Self::reduction(&parts, me, n, Area::Output, false);
                 moves.output_len = Some(parts[me].len() / size);
                 moves
             }
             (Call::ReduceScatterInPlace(_), _) => {
-                Self::reduction(&places(), me, n, Area::Input, false)
+                Self::reduction(&parts(true), me, n, Area::Input, false)
             }
-            (Call::AllGatherInPlace, _) => Self::gather_in_place(&places(), me),
-            (Call::AllGather, Parts::Equal(len)) => Self::gather(&equal(*len), me, size, None),
-            (Call::AllGather, Parts::Listed(lengths)) => {
-                Self::gather(&cuts(lengths), me, size, None)
-            }
-            (Call::Gather { root }, Parts::Equal(len)) => {
-                Self::gather(&equal(*len), me, size, Some(root))
+            (Call::AllGather, _) => Self::gather(&parts(false), me, size, None),
+            (Call::Gather { root }, _) => Self::gather(&parts(false), me, size, Some(root)),
+            (Call::AllGatherInPlace, _) => Self::gather_in_place(&parts(true), me, None),
+            (Call::GatherInPlace { root }, _) => {
+                Self::gather_in_place(&parts(true), me, Some(root))
             }
             (Call::Broadcast { root }, Parts::Equal(len)) => {
                 let bytes = len * size;
@@ -139,7 +129,7 @@ impl Moves {
                 }
                 Self::spread(&cuts(&shares(*len, n)), me, root)
             }
-            (Call::AllToAll, Parts::Equal(len)) => Self::exchange(&equal(len / n), me),
+            (Call::AllToAll, Parts::Equal(_)) => Self::exchange(&parts(true), me),
             (Call::AllToAll, Parts::Listed(lengths)) => {
                 let sends = cuts(&lengths[me * n..(me + 1) * n]);
                 let column: Vec<_> = lengths.iter().skip(me).step_by(n).copied().collect();
@@ -149,10 +139,7 @@ impl Moves {
             }
             // No other call has parts of lengths of their own.
             (Call::Barrier, _)
-            | (
-                Call::AllReduce(_) | Call::Gather { .. } | Call::Broadcast { .. },
-                Parts::Listed(_),
-            ) => Self::still(n),
+            | (Call::AllReduce(_) | Call::Broadcast { .. }, Parts::Listed(_)) => Self::still(n),
         }
     }
 
@@ -279,15 +266,30 @@ impl Moves {
         moves
     }
 
-    /// Each member's part of its input goes to its place in the inputs of the others.
-    fn gather_in_place(parts: &[Range<usize>], me: usize) -> Self {
+    /// Each member's part of its input goes to its place in the inputs of the others, or in that
+    /// of the root alone.
+    fn gather_in_place(parts: &[Range<usize>], me: usize, root: Option<usize>) -> Self {
         let mut moves = Self::still(parts.len());
         for (rank, part) in parts.iter().enumerate().filter(|(rank, _)| *rank != me) {
-            moves.sends[rank] = Extent::new(Area::Input, &parts[me]);
-            moves.receives[rank] = Extent::new(Area::Input, part);
+            if root.is_none_or(|root| root == rank) {
+                moves.sends[rank] = Extent::new(Area::Input, &parts[me]);
+            }
+            if root.is_none_or(|root| root == me) {
+                moves.receives[rank] = Extent::new(Area::Input, part);
+            }
         }
         moves
     }
+}
+
+/// The bytes of parts of these elements, one behind the other.
+fn ranges(lengths: &[usize], size: usize) -> Vec<Range<usize>> {
+    let mut end = 0;
+    let ranges = lengths.iter().map(|len| {
+        end += len * size;
+        end - len * size..end
+    });
+    ranges.collect()
 }
 
 /// The elements of each of `n` members, as even as can be.
@@ -327,6 +329,7 @@ mod tests {
             (Call::AllGatherInPlace, Parts::Equal(12)),
             (Call::AllGatherInPlace, uneven),
             (Call::Gather { root: 1 }, Parts::Equal(5)),
+            (Call::GatherInPlace { root: 1 }, Parts::Equal(12)),
             (Call::Broadcast { root: 2 }, Parts::Equal(5)),
             (Call::Broadcast { root: 1 }, Parts::Equal(100_001)),
             (Call::AllToAll, Parts::Equal(9)),

@@ -240,6 +240,9 @@ impl Steps {
             (Call::ReduceScatterInPlace(op), parts) => Self::reduce_in_place(parts, me, n, op),
             (Call::AllGatherInPlace, parts) => Self::join_in_place(parts, me, n),
             (Call::Gather { root }, Parts::Equal(len)) => Self::gather(*len, me, n, root),
+            (Call::GatherInPlace { root }, Parts::Equal(len)) => {
+                Self::gather_in_place(len / n, me, n, root)
+            }
             (Call::AllToAll, Parts::Equal(len)) => {
                 Self::exchange(&vec![len / n; n], &vec![len / n; n])
             }
@@ -250,7 +253,10 @@ impl Steps {
             // No other call has parts of lengths of their own.
             (Call::Barrier, _)
             | (
-                Call::AllReduce(_) | Call::Gather { .. } | Call::Broadcast { .. },
+                Call::AllReduce(_)
+                | Call::Gather { .. }
+                | Call::GatherInPlace { .. }
+                | Call::Broadcast { .. },
                 Parts::Listed(_),
             ) => Self::default(),
         }
@@ -315,6 +321,26 @@ impl Steps {
             }));
         }
         plan
+    }
+
+    /// The others' parts come to their places in the buffer of the root.
+    fn gather_in_place(len: usize, me: usize, n: usize, root: usize) -> Self {
+        let receipts = (0..n).filter(|&peer| peer != root).map(|peer| Step::Recv {
+            to: input(len * peer),
+            len,
+            peer,
+        });
+        if me == root {
+            return Self {
+                steps: receipts.collect(),
+                output_len: None,
+            };
+        }
+        Self::in_place(Step::Send {
+            from: input(len * me),
+            len,
+            peer: root,
+        })
     }
 
     /// This member's parts go to the others, and theirs come.
@@ -468,6 +494,14 @@ mod tests {
         assert_eq!(
             told(Call::AllGatherInPlace, Parts::Equal(6)),
             [0, 2, 4].map(joined)
+        );
+        assert_eq!(
+            told(Call::GatherInPlace { root: 1 }, Parts::Equal(6)),
+            [
+                "send 2 in+0 peer 1 -> in place",
+                "recv 2 in+0 peer 0; recv 2 in+4 peer 2 -> in place",
+                "send 2 in+4 peer 1 -> in place",
+            ]
         );
         let parts = Parts::Listed([4, 0, 2].into());
         assert_eq!(

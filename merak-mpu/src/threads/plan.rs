@@ -90,7 +90,8 @@ impl ChunkPlan {
                     Call::AllReduce(_) | Call::Broadcast { .. } => (1, *len),
                     Call::ReduceScatter(_)
                     | Call::ReduceScatterInPlace(_)
-                    | Call::AllGatherInPlace => (n, len / n),
+                    | Call::AllGatherInPlace
+                    | Call::GatherInPlace { .. } => (n, len / n),
                     Call::AllGather | Call::Gather { .. } => (n, *len),
                     Call::AllToAll => (n * (n - 1) / 2, len / n),
                     Call::Barrier => (0, 0),
@@ -151,6 +152,7 @@ impl ChunkPlan {
                 Call::AllReduce(_)
                 | Call::ReduceScatterInPlace(_)
                 | Call::AllGatherInPlace
+                | Call::GatherInPlace { .. }
                 | Call::Broadcast { .. }
                 | Call::AllToAll
                 | Call::Barrier,
@@ -182,6 +184,11 @@ impl ChunkPlan {
             }
             Call::Gather { root } => vec![(number, at(0)), (n + root, at(bytes.start))],
             Call::AllGatherInPlace => self.to_all(number, &at(bytes.start)),
+            // The root's own part is in its place.
+            Call::GatherInPlace { root } if root == number => Footprint::new(),
+            Call::GatherInPlace { root } => {
+                vec![(number, at(bytes.start)), (root, at(bytes.start))]
+            }
             Call::Broadcast { root } => self.to_all(root, &at(0)),
             Call::AllToAll if self.exchanges_parts() => {
                 let (from, to) = (number / n, number % n);
@@ -223,6 +230,7 @@ impl ChunkPlan {
             Call::AllGather
             | Call::AllGatherInPlace
             | Call::Gather { .. }
+            | Call::GatherInPlace { .. }
             | Call::Broadcast { .. }
             | Call::AllToAll => {
                 if let Some((source, targets)) = memory.split_first_mut() {
@@ -268,6 +276,7 @@ mod tests {
             Just(Call::ReduceScatterInPlace(ReduceOp::Min)),
             Just(Call::AllGatherInPlace),
             (0..n).prop_map(|root| Call::Gather { root }),
+            (0..n).prop_map(|root| Call::GatherInPlace { root }),
             (0..n).prop_map(|root| Call::Broadcast { root }),
             Just(Call::AllToAll),
             Just(Call::Barrier),
@@ -285,7 +294,10 @@ mod tests {
         ) {
             let cuts = matches!(
                 call,
-                Call::ReduceScatter(_) | Call::ReduceScatterInPlace(_) | Call::AllGatherInPlace
+                Call::ReduceScatter(_)
+                    | Call::ReduceScatterInPlace(_)
+                    | Call::AllGatherInPlace
+                    | Call::GatherInPlace { .. }
             );
             let joins = matches!(call, Call::AllGather | Call::Gather { .. });
             let exchanges = call == Call::AllToAll;
@@ -306,8 +318,16 @@ mod tests {
             let outputs = (0..n).filter_map(|rank| ChunkPlan::output_len(&fingerprint, rank, n));
             let sizes: Vec<_> = inputs.into_iter().chain(outputs).map(|len| len * dtype.size_bytes()).collect();
             let touched: usize = (0..plan.num_chunks()).flat_map(|chunk| plan.footprint(chunk)).map(|(_, range)| range.len()).sum();
+            let expected = match call {
+                // The root's own part stays, and those of the others are in one other buffer.
+                Call::GatherInPlace { root } => {
+                    let own = if uneven { root % 3 * part / 2 } else { part };
+                    2 * (sizes[0] - own * dtype.size_bytes())
+                }
+                _ => sizes.iter().sum(),
+            };
             if call != Call::Barrier && (uneven || !exchanges) {
-                prop_assert_eq!(touched, sizes.iter().sum::<usize>());
+                prop_assert_eq!(touched, expected);
             }
             let mut used: Vec<(usize, Range<usize>)> = (0..plan.num_chunks()).flat_map(|chunk| plan.footprint(chunk)).collect();
             for (buffer, range) in &used {

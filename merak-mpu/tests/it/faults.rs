@@ -180,7 +180,8 @@ fn parts_that_do_not_fit_a_buffer_are_refused_before_anything_is_sent() {
             let large = "the sum of their lengths is too large";
             assert_eq!(refused(&[2, usize::MAX]), format!("{what} {large}"));
         }
-        for call in [Call::AllGatherInPlace, in_place] {
+        let at_one = Call::GatherInPlace { root: 1 };
+        for call in [Call::AllGatherInPlace, at_one, in_place] {
             let error = world.start(call, buffer(7), None).unwrap_err();
             let reason = "over 2 ranks needs a multiple of 2 elements, found 7; nearest is 6";
             assert_eq!(error.to_string(), format!("{} {reason}", call.name()));

@@ -95,6 +95,8 @@ fn cases(rows: &[Vec<f32>], rank: usize) -> Vec<Case> {
         .enumerate()
         .flat_map(|(from, row)| row[from * part..(from + 1) * part].to_vec())
         .collect();
+    let gathered = if rank == root { &joined } else { &rows[rank] };
+    let gathered = gathered.clone();
     let only = |chosen: usize, data: &[f32]| {
         let data = if rank == chosen { data } else { &[] };
         data.to_vec()
@@ -118,6 +120,7 @@ fn cases(rows: &[Vec<f32>], rank: usize) -> Vec<Case> {
         case(Call::AllGather, None, all),
         case(Call::AllGatherInPlace, Some(vec![part; n]), joined.clone()),
         case(Call::AllGatherInPlace, None, joined),
+        case(Call::GatherInPlace { root }, None, gathered),
         case(Call::Broadcast { root }, None, rows[root].clone()),
         case(Call::AllToAll, Some(vec![part; n * n]), exchanged.clone()),
         case(Call::AllToAll, None, exchanged),

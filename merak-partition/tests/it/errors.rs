@@ -67,12 +67,12 @@ fn an_unknown_split_point_names_the_nearest_path() {
 fn a_leaf_that_is_no_module_names_the_nearest_and_one_that_is_all_leaves_nothing_to_cut() {
     let with = |name: &str| SegmentOptions {
         leaf_modules: vec![name.to_owned()],
-        num_stages: 3,
+        num_stages: 9,
         ..gpt2().1
     };
     assert_snapshot!(message(&with("h.{i}.attn"), &StageMethod::Uniform), @r#"leaf module "h.{i}.attn" matches no module; the nearest name is "transformer.h.0.attn""#);
     assert_snapshot!(message(&with("transformer.h.1.mlp.c_fc.weight"), &StageMethod::Uniform), @r#"leaf module "transformer.h.1.mlp.c_fc.weight" matches no module; the nearest name is "transformer.h.1.mlp.c_fc""#);
-    assert_snapshot!(message(&with("transformer"), &StageMethod::Uniform), @"the model has legal cuts for 2 segments only, which is fewer than the 3 stages; use at most 2 stages");
+    assert_snapshot!(message(&with("transformer"), &StageMethod::Uniform), @"the model has legal cuts for 3 segments only, which is fewer than the 9 stages; use at most 3 stages");
 }
 
 #[test]

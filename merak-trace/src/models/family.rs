@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 pub struct Family {
     /// Its names: `model_type` in `config.json`.
     pub model_types: &'static [&'static str],
-    /// Its classes in `transformers` that have a graph here, as in `architectures` of `config.json`.
+    /// Its classes in `transformers` that have a graph here: names in `architectures` of
+    /// `config.json`.
     pub classes: &'static [&'static str],
     /// Linear layers that tensor parallelism splits.
     pub split_layers: SplitLayers,

@@ -115,15 +115,15 @@ settings! {
         split_method: SplitMethod = SplitMethod::FarthestMinDeps,
         /// Module or parameter names that start a shard; only with `split_method = "layer_split"`.
         custom_split_points: Option<Vec<String>> = None,
-        /// Modules that no cut enters, so that each is on one stage, from its first operation to its
+        /// Modules that no cut enters, so that each is on one stage from its first operation to its
         /// last: paths such as `transformer.h.{i}.attn`, in which `{i}` stands for any number.
         leaf_modules: Option<Vec<String>> = None,
         /// Shards that `farthest_min_deps` aims at; unset: twice the layers.
         shard_count: Option<usize> [at_least 1] = None,
         /// How the model becomes a graph.
         trace_method: TraceMethod = TraceMethod::Fx,
-        /// Classes of models that are to be traced, such as `Qwen2ForCausalLM`, separated by commas.
-        /// All that Merak knows are traced without it; another one is an error.
+        /// Classes of models that are to be traced, separated by commas, such as
+        /// `Qwen2ForCausalLM`. All that Merak knows are traced without it; another one is an error.
         trace_model: ModelClasses = ModelClasses(Vec::new()),
         /// Standard deviation of the normal that initialises weight matrices of a model that states
         /// none; of those that end a branch of a layer, it is divided by `sqrt(2 num_layers)`.

@@ -61,6 +61,18 @@ fn collectives_of<T: Element + PartialEq>(
             group.all_gather_in_place_vec(own_part_alone(rank, &vec![len; n], make)),
             rows(len).flatten(),
         );
+        let own = own_part_alone(rank, &vec![len; n], make);
+        let joined = if rank == n - 1 {
+            rows(len).flatten().collect()
+        } else {
+            own.clone()
+        };
+        same(
+            group,
+            "gather_in_place",
+            group.gather_in_place_vec(own, n - 1),
+            joined,
+        );
         parts_of(group, len, make, value);
         parts_in_place_of(group, len, make, value);
         let root = n / 2;
