@@ -86,9 +86,9 @@ impl Fingerprint {
 }
 
 /// How long a member that meets another call waits for those of the others, which say whose call
-/// is the odd one, in a world with this longest wait.
+/// is the odd one, in a world with this longest wait. A rank may have no processor for a while.
 pub(crate) fn grace(timeout: Duration) -> Duration {
-    Duration::from_millis(300).min(timeout / 4)
+    Duration::from_secs(2).min(timeout / 4)
 }
 
 /// Compares the calls of members, in ascending rank, where the `sequence`-th operation of their
