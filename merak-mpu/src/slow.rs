@@ -24,7 +24,7 @@ pub struct LinkSpeed {
 /// use merak_mpu::{LinkSpeed, ReduceOp, SlowLink, threads};
 /// use std::time::{Duration, Instant};
 ///
-/// let speed = LinkSpeed { latency: Duration::from_millis(5), bytes_per_second: 1e9 };
+/// let speed = LinkSpeed { latency: Duration::from_millis(200), bytes_per_second: 1e9 };
 /// threads::run(2, threads::WorldOptions::default(), |member| {
 ///     let link = SlowLink::new(speed, "world");
 ///     let member = link.joined_by(&member);

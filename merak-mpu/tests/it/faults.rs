@@ -25,20 +25,27 @@ fn world_of(member: &Member) -> Group {
 fn a_timeout_says_who_waits_for_whom() {
     // Rank 0 waits for rank 1, which has waited longer for a message of rank 2, which has other
     // work.
-    let over = AtomicBool::new(false);
-    let failure = threads::run(3, within(400), |member| {
+    let (waits, over) = (AtomicBool::new(false), AtomicBool::new(false));
+    let until = |flag: &AtomicBool| {
+        while !flag.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let failure = threads::run(3, within(4000), |member| {
         let world = world_of(&member);
         let result = match member.rank().0 {
             0 => {
-                std::thread::sleep(Duration::from_millis(150));
+                until(&waits);
+                std::thread::sleep(Duration::from_millis(100));
                 let pair = member.group("pair", &[Rank(0), Rank(1)]);
                 pair.and_then(|pair| pair.barrier())
             }
-            1 => world.recv(2, 5).map(drop),
+            1 => {
+                waits.store(true, Ordering::Relaxed);
+                world.recv(2, 5).map(drop)
+            }
             _ => {
-                while !over.load(Ordering::Relaxed) {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
+                until(&over);
                 Ok(())
             }
         };
@@ -47,7 +54,7 @@ fn a_timeout_says_who_waits_for_whom() {
     });
     assert_eq!(
         failure.unwrap_err().to_string(),
-        "rank 1 failed: no answer within 400ms: \
+        "rank 1 failed: no answer within 4s: \
          rank 1 waits in recv(tag 5) 0 of group world [0, 1, 2] for rank 2; \
          rank 0 waits in barrier 0 of group pair [0, 1] for rank 1"
     );

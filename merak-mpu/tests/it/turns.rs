@@ -6,7 +6,7 @@ use merak_mpu::{
 use std::{
     sync::atomic::{AtomicUsize, Ordering},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 fn on_cores(cores: usize) -> WorldOptions {
@@ -91,7 +91,7 @@ fn who_waits_for_a_turn_hears_of_a_failure_and_does_not_wait_for_ever() {
     );
 
     let options = WorldOptions {
-        timeout: Duration::from_millis(100),
+        timeout: Duration::from_secs(2),
         ..on_cores(1)
     };
     let late = threads::run(2, options, |member| {
@@ -100,7 +100,11 @@ fn who_waits_for_a_turn_hears_of_a_failure_and_does_not_wait_for_ever() {
         if member.rank() == 0 {
             let _turn = group.turn()?;
             world.barrier()?;
-            thread::sleep(Duration::from_millis(400));
+            // Until the other one has waited for too long.
+            let start = Instant::now();
+            while member.failure().is_none() && start.elapsed() < DEADLINE {
+                thread::sleep(Duration::from_millis(1));
+            }
             return Ok(());
         }
         world.barrier()?;

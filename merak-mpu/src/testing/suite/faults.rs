@@ -7,8 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest wait in the worlds that a rank deserts.
-const SHORT: Duration = Duration::from_millis(200);
+/// Longest wait in the worlds that a rank deserts. Processes must have met by then too.
+const SHORT: Duration = Duration::from_secs(2);
 
 /// Longest wait in the worlds where no rank should need it.
 const LONG: Duration = Duration::from_mins(1);
