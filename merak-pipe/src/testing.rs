@@ -19,8 +19,11 @@ use std::{
 /// A wait that must not reach its end.
 const LONG: Duration = Duration::from_secs(30);
 
-/// A wait that is meant to end.
-const SHORT: Duration = Duration::from_millis(200);
+/// A wait that is meant to end. Ranks that share cores do not start at once.
+const SHORT: Duration = Duration::from_secs(2);
+
+/// How long a rank lets the others wait before it ends their waits.
+const PAUSE: Duration = Duration::from_millis(200);
 
 /// A check whose ranks have not ended by then hangs.
 const HANGS: Duration = Duration::from_mins(1);
@@ -208,7 +211,7 @@ fn lost_peer<P: From<Vec<u8>> + Into<Vec<u8>>, L: Link<P>>(rank: usize, mut link
 
 fn abort<P: From<Vec<u8>> + Into<Vec<u8>>, L: Link<P>>(rank: usize, mut link: L) {
     if rank == 2 {
-        thread::sleep(SHORT);
+        thread::sleep(PAUSE);
         link.abort("the third rank has had enough");
         return;
     }
@@ -239,7 +242,7 @@ where
     };
     let interrupt = Arc::new(interrupt);
     let waker = thread::spawn(move || {
-        thread::sleep(SHORT);
+        thread::sleep(PAUSE);
         interrupt("somebody outside has had enough");
     });
     all_ranks("interrupter", links, |rank, mut link: L| {
