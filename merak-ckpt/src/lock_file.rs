@@ -39,8 +39,8 @@ const PROCESS: &str = "process ";
 const MAX_HOLDER_BYTES: u64 = 256;
 
 /// Number of attempts to take a file that is held, and the pause between two: [`HeldFile::check`]
-/// locks the file for a moment too.
-const LOOKS: (u32, Duration) = (20, Duration::from_millis(5));
+/// locks the file for a moment too, a longer one where its process gets no processor meanwhile.
+const LOOKS: (u32, Duration) = (50, Duration::from_millis(10));
 
 impl HeldFile {
     /// Takes the file, making it where there is none, and notes which process has it, as in
