@@ -111,6 +111,7 @@ fn fails_in_step_3(degrees: (usize, usize, usize), fault: Fault) -> String {
     let folder = tempdir().expect("a temporary folder");
     let case = Case::gpt2()
         .with_dropout(0.1)
+        .with("distributed.timeout_s", 120)
         .on(degrees)
         .writing(folder.path());
     let bad = sample_of_step(&case, 2);
@@ -125,7 +126,7 @@ fn fails_in_step_3(degrees: (usize, usize, usize), fault: Fault) -> String {
         });
     let error = failure.expect_err("a bad sample");
     assert!(
-        started.elapsed() < Duration::from_secs(15),
+        started.elapsed() < Duration::from_mins(1),
         "it waited for its deadline"
     );
     expect_good_checkpoint(&case, folder.path());
@@ -209,23 +210,28 @@ fn samples_that_fit_no_model_end_the_run_with_their_place() {
 
 #[test]
 fn a_rank_that_never_comes_is_named_when_the_deadline_has_passed() {
-    let case = Case::gpt2()
-        .on((2, 1, 1))
-        .with("distributed.timeout_s", 0.5);
-    let started = Instant::now();
+    let case = Case::gpt2().on((2, 1, 1)).with("distributed.timeout_s", 2);
     let failure = case.try_on_ranks(|trainer| {
         trainer.train_step()?;
-        if trainer.mpu().data_parallel_rank() == 1 {
-            std::thread::sleep(Duration::from_millis(1500));
+        let member = trainer.mpu().member();
+        let started = Instant::now();
+        // Rank 1 comes when rank 0 has given it up, or much later.
+        while member.rank() == 1
+            && member.failure().is_none()
+            && started.elapsed() < Duration::from_mins(1)
+        {
+            std::thread::sleep(Duration::from_millis(10));
         }
         trainer.train_step()
     });
-    assert!(started.elapsed() < Duration::from_secs(10));
     let text = chain(&failure.expect_err("rank 1 is late"));
-    assert!(
-        text.starts_with("rank 0 (stage 0) failed in step 2: ") && text.contains("rank 1"),
-        "{text}"
-    );
+    for part in [
+        "rank 0 (stage 0) failed in step 2: ",
+        "no answer within 2s",
+        "rank 1",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
 }
 
 /// A run of two steps, saved.
