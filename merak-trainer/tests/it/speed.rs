@@ -2,7 +2,7 @@
 
 use crate::support::{Case, SEQ, Tokens, VOCAB};
 use merak_trainer::{
-    Breakdown, Callback, Error, Result, StepProfile,
+    Breakdown, Callback, Error, Result, StepProfile, StepReport,
     data::{Dataset, Sample},
     metrics::{METRICS_FILE, Progress, Reporter},
 };
@@ -85,8 +85,14 @@ fn a_step_tells_how_long_it_waited_for_slow_data() {
         "{waits:?}"
     );
     assert!(waits[1] < READING, "{waits:?}");
-    let fast = Case::gpt2().on_ranks(|trainer| Ok(trainer.train_step()?.data_wait));
-    assert!(fast[0] < 8 * READING, "{fast:?}");
+    // Each step may be the one in which other programs had the processor.
+    let fast = Case::gpt2().on_ranks(|trainer| {
+        let wait = |report: StepReport| report.data_wait;
+        let waits = (0..8).map(|_| trainer.train_step().map(wait));
+        waits.collect::<Result<Vec<_>>>()
+    });
+    let least = fast[0].iter().min().expect("there are steps");
+    assert!(*least < 8 * READING, "{fast:?}");
 }
 
 #[test]
