@@ -120,6 +120,9 @@ fn median(numbers: &VecDeque<f64>) -> f64 {
 impl MerakTrainer {
     /// Goes back to the last checkpoint if the step diverged; says whether it did. `limit` is the
     /// outcome of the limit of skipped steps, an error that the guard takes up.
+    ///
+    /// # Communication
+    /// Where the step diverged, a barrier, and that of a save under way and of loading.
     pub(super) fn guard(&mut self, report: &StepReport, limit: Result<()>) -> Result<bool> {
         let Some(guard) = &mut self.divergence else {
             return limit.map(|()| false);
@@ -140,6 +143,8 @@ impl MerakTrainer {
 
     fn roll_back(&mut self, report: &StepReport, cause: Divergence) -> Result<()> {
         self.finish_save()?;
+        // The first of these ranks to fail ends the others: by then all have told of the step.
+        self.stages.mpu.world_group().barrier()?;
         let diverged = |reason: &str| Error::Diverged {
             step: report.step,
             loss: report.loss,
