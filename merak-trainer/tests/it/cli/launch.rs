@@ -5,8 +5,11 @@ use std::{
     fs,
     io::{BufRead, BufReader, Lines},
     net::TcpListener,
-    process::{Child, ChildStdout, Command, Stdio},
-    sync::mpsc,
+    process::{self, Child, ChildStdout, Command, Stdio},
+    sync::{
+        atomic::{AtomicU32, Ordering},
+        mpsc,
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -112,6 +115,20 @@ fn expect_none_runs(pids: impl IntoIterator<Item = u32>) {
     }
 }
 
+/// Some ports in a row that nobody has. The system gives out higher ones, and other tests of this
+/// process and most of other processes take others.
+fn ports_in_a_row(count: u32) -> Vec<u32> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let first = 10_000 + process::id() % 500 * 20 + NEXT.fetch_add(count, Ordering::Relaxed);
+        let ports: Vec<_> = (first..first + count).collect();
+        let is_free = |port: &u32| TcpListener::bind(("127.0.0.1", *port as u16)).is_ok();
+        if ports.iter().all(is_free) {
+            return ports;
+        }
+    }
+}
+
 /// The numbers at the ends of lines.
 fn numbers(lines: &[String]) -> Vec<u32> {
     let last = |line: &String| line.rsplit(' ').next()?.parse().ok();
@@ -123,19 +140,21 @@ fn every_rank_is_told_its_place_and_prints_after_its_number() {
     let place = Workplace::new();
     let script = "echo $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT; \
                   echo of $RANK >&2; printf unfinished";
-    let ended = end(&place, launch(&place, "-n 3 --master-port 29876", script));
+    let port = ports_in_a_row(1)[0].to_string();
+    let options = format!("-n 3 --master-port {port}");
+    let ended = end(&place, launch(&place, &options, script));
     assert_eq!(ended.status, Some(0), "{}", ended.stderr);
     let sorted = |text: &str| {
         let mut lines: Vec<_> = text.lines().map(str::to_owned).collect();
         lines.sort();
         lines.join("\n")
     };
-    assert_snapshot!(sorted(&ended.stdout), @r"
-    [rank 0] 3 0 3 127.0.0.1 29876
+    assert_snapshot!(sorted(&ended.stdout).replace(&port, "PORT"), @r"
+    [rank 0] 3 0 3 127.0.0.1 PORT
     [rank 0] unfinished
-    [rank 1] 3 1 3 127.0.0.1 29876
+    [rank 1] 3 1 3 127.0.0.1 PORT
     [rank 1] unfinished
-    [rank 2] 3 2 3 127.0.0.1 29876
+    [rank 2] 3 2 3 127.0.0.1 PORT
     [rank 2] unfinished
     ");
     assert_snapshot!(sorted(&ended.stderr), @r"
@@ -281,28 +300,25 @@ fn ranks_start_again_on_a_new_port_until_they_succeed_or_the_restarts_are_used()
         "{last}"
     );
     let script = "echo $MASTER_PORT; exit 1";
-    let ended = end(
-        &place,
-        launch(&place, "-n 1 --max-restarts 2 --master-port 29770", script),
-    );
+    let free = ports_in_a_row(3);
+    let options = format!("-n 1 --max-restarts 2 --master-port {}", free[0]);
+    let ended = end(&place, launch(&place, &options, script));
     let ports: Vec<_> = ended.stdout.lines().map(str::to_owned).collect();
-    assert_eq!(numbers(&ports), [29_770, 29_771, 29_772]);
+    assert_eq!(numbers(&ports), free);
 }
 
 #[test]
 fn a_restart_passes_over_ports_that_are_taken_and_none_left_keeps_the_status_of_the_rank() {
     let place = Workplace::new();
-    let taken = TcpListener::bind(("127.0.0.1", 29_781)).expect("a port");
-    let command = launch(
-        &place,
-        "-n 1 --max-restarts 1 --master-port 29780",
-        "echo $MASTER_PORT; exit 5",
-    );
+    let free = ports_in_a_row(3);
+    let taken = TcpListener::bind(("127.0.0.1", free[1] as u16)).expect("a port");
+    let options = format!("-n 1 --max-restarts 1 --master-port {}", free[0]);
+    let command = launch(&place, &options, "echo $MASTER_PORT; exit 5");
     let ended = end(&place, command);
     drop(taken);
     assert_eq!(ended.status, Some(5), "{}", ended.stderr);
     let ports: Vec<_> = ended.stdout.lines().map(str::to_owned).collect();
-    assert_eq!(numbers(&ports), [29_780, 29_782]);
+    assert_eq!(numbers(&ports), [free[0], free[2]]);
     let command = launch(
         &place,
         "-n 1 --max-restarts 3 --master-port 65535",
