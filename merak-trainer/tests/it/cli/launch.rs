@@ -56,7 +56,12 @@ pub(super) fn end_within(deadline: Duration, place: &Workplace, mut command: Com
 }
 
 pub(super) fn kill(signal: &str, pid: u32) {
-    let script = format!("kill -{signal} {pid}");
+    kill_all(signal, &pid.to_string());
+}
+
+/// Sends a signal to some processes at once, whose numbers have blanks between them.
+pub(super) fn kill_all(signal: &str, pids: &str) {
+    let script = format!("kill -{signal} {pids}");
     let sent = Command::new("sh").arg("-c").arg(script).status();
     assert!(sent.expect("a shell").success());
 }

@@ -129,11 +129,9 @@ fn a_job_whose_time_is_up_saves_and_queues_again() {
                 while !fs::read(&records).is_ok_and(|records| !records.is_empty()) {
                     thread::sleep(Duration::from_millis(5));
                 }
-                // SLURM signals the tasks of the step.
+                // SLURM signals the tasks of the step. One that hears of it ends all.
                 let tasks = fs::read_to_string(place.path("tasks")).expect("numbers");
-                for task in tasks.split_whitespace() {
-                    launch::kill("USR1", task.parse().expect("a number"));
-                }
+                launch::kill_all("USR1", tasks.trim());
             });
             launch::end(&place, command)
         });
