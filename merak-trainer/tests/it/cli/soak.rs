@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use super::{
     Workplace, files,
+    hosts::newest,
     launch::{end_within, kill},
     processes::find_rank,
 };
@@ -106,14 +107,14 @@ fn a_run_of_processes_with_three_kills_ends_on_its_curve() {
 #[test]
 fn a_run_of_threads_that_is_killed_whole_ends_on_its_curve_when_resumed() {
     let place = Workplace::new();
-    let deadline = Duration::from_mins(1);
-    let train = "train merak.toml --dp 2 --pp 2 --max_steps 100 --save_steps 10";
+    let deadline = Duration::from_mins(2);
+    let train = "train merak.toml --dp 2 --pp 2 --save_steps 10 --lr_scheduler_type constant";
     let end = |keys: &str| {
         let ended = end_within(deadline, &place, place.command(&format!("{train} {keys}")));
         assert_eq!(ended.status, Some(0), "{}", ended.stderr);
     };
-    end("--output_dir whole");
-    let mut command = place.command(&format!("{train} --output_dir broken"));
+    // It goes on until it is killed, however late that is.
+    let mut command = place.command(&format!("{train} --max_steps 100000 --output_dir broken"));
     command
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -132,8 +133,15 @@ fn a_run_of_threads_that_is_killed_whole_ends_on_its_curve_when_resumed() {
     let status = child.wait().expect("it ends");
     let is_under_way = has_saved_twice() && status.code().is_none();
     assert!(is_under_way, "{status} at {:?}", steps(&place, "broken"));
-    end("--output_dir broken --resume latest");
-    expect_same(&place, 100);
+    let last: usize = newest(&place.path("broken"))["step-".len()..]
+        .parse()
+        .expect("a number");
+    let total = last + 20;
+    end(&format!(
+        "--output_dir broken --resume latest --max_steps {total}"
+    ));
+    end(&format!("--output_dir whole --max_steps {total}"));
+    expect_same(&place, total);
 }
 
 /// Takes minutes: `cargo test -p merak-trainer --test it -- --ignored cli::soak`.
