@@ -29,6 +29,7 @@
 
 mod collective;
 mod communicator;
+mod copy;
 mod helper;
 mod plan;
 mod turns;

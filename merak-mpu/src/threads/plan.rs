@@ -1,5 +1,6 @@
 //! What a collective does, cut into chunks that touch different memory.
 
+use super::copy::copy_uncached;
 use crate::{
     call::{Call, Fingerprint, Parts},
     fold,
@@ -8,6 +9,9 @@ use std::ops::Range;
 
 /// Bytes of one chunk in each buffer: small enough that a few of them stay in a core's cache.
 const CHUNK_BYTES: usize = 32 << 10;
+
+/// Chunks from which on a collective copies past the caches: 32 MiB, which few of them hold.
+const UNCACHED_CHUNKS: usize = (32 << 20) / CHUNK_BYTES;
 
 /// The chunks of one collective over `n` members.
 ///
@@ -235,7 +239,11 @@ impl ChunkPlan {
             | Call::AllToAll => {
                 if let Some((source, targets)) = memory.split_first_mut() {
                     for target in targets {
-                        target.copy_from_slice(source);
+                        if self.num_chunks < UNCACHED_CHUNKS {
+                            target.copy_from_slice(source);
+                        } else {
+                            copy_uncached(target, source);
+                        }
                     }
                 }
             }
