@@ -21,6 +21,12 @@ use std::{
     str::FromStr,
     sync::Arc,
 };
+use tracing_subscriber::{
+    filter::{LevelFilter, ParseError, Targets},
+    fmt::MakeWriter,
+    layer::SubscriberExt,
+    util::SubscriberInitExt,
+};
 
 /// Reads a command line. Options of all commands are taken with dashes and with underscores.
 ///
@@ -130,6 +136,33 @@ pub fn report(text: &str) {
 /// Whether what goes to standard error may have colours.
 pub fn has_colours() -> bool {
     io::stderr().is_terminal() && env::var_os("NO_COLOR").is_none()
+}
+
+/// Sends events to a writer: those that the filter in `RUST_LOG` names, or else `filter`, such as
+/// `info` and `warn,merak_trainer=debug`.
+///
+/// # Errors
+/// Where `filter` is none.
+pub fn log_events<W>(filter: &str, writer: W) -> Result<(), ParseError>
+where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    let variable = env::var_os("RUST_LOG").filter(|text| !text.is_empty());
+    let variable = variable.and_then(|text| text.to_str()?.parse().ok());
+    let filter: Targets = match variable {
+        Some(filter) => filter,
+        None => filter.parse()?,
+    };
+    tracing_subscriber::fmt()
+        .with_max_level(LevelFilter::TRACE)
+        .with_ansi(has_colours())
+        // Where nobody reads any more, it would panic about that.
+        .log_internal_errors(false)
+        .with_writer(writer)
+        .finish()
+        .with(filter)
+        .init();
+    Ok(())
 }
 
 /// Adds the expected number to the error of an option with another value; leaves other errors as

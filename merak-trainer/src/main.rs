@@ -7,7 +7,6 @@ use commands::Outcome;
 use merak_ckpt::cli;
 use merak_trainer::metrics::Screen;
 use std::{ffi::OsString, process::ExitCode};
-use tracing_subscriber::EnvFilter;
 
 /// Trains and fine-tunes transformer models with data, tensor and pipeline parallelism.
 #[derive(Debug, Parser)]
@@ -76,32 +75,22 @@ fn main() -> ExitCode {
         Err(error) => return cli::refused(&error),
     };
     let screen = Screen::default();
-    let filter = EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&cli.log));
-    let filter = match filter {
-        Ok(filter) => filter,
-        Err(error) => {
-            let is_option = |word: OsString| word.to_string_lossy().starts_with("--log");
-            let source = if std::env::args_os().any(is_option) {
-                "--log"
-            } else {
-                "MERAK_LOG"
-            };
-            if !commands::rank_0_tells_alone() {
-                cli::report(&format!("error: {source} \"{}\": {error}", cli.log));
-            }
-            return ExitCode::from(2);
-        }
+    let writer = {
+        let screen = screen.clone();
+        move || screen.clone()
     };
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(cli::has_colours())
-        // Where nobody reads any more, it would panic about that.
-        .log_internal_errors(false)
-        .with_writer({
-            let screen = screen.clone();
-            move || screen.clone()
-        })
-        .init();
+    if let Err(error) = cli::log_events(&cli.log, writer) {
+        let is_option = |word: OsString| word.to_string_lossy().starts_with("--log");
+        let source = if std::env::args_os().any(is_option) {
+            "--log"
+        } else {
+            "MERAK_LOG"
+        };
+        if !commands::rank_0_tells_alone() {
+            cli::report(&format!("error: {source} \"{}\": {error}", cli.log));
+        }
+        return ExitCode::from(2);
+    }
     run(cli, &screen).unwrap_or_else(|failure| {
         failure.tell(&screen);
         ExitCode::from(failure.exit_status())

@@ -21,17 +21,15 @@ pub(super) fn copy_uncached(target: &mut [u8], source: &[u8]) {
     let mut targets = target.chunks_exact_mut(size_of::<__m128i>());
     let mut sources = source.chunks_exact(size_of::<__m128i>());
     for (target, source) in targets.by_ref().zip(sources.by_ref()) {
-        // SAFETY: both have 16 bytes, and the address of the target is a multiple of 16. The
-        // instructions are part of every x86-64 processor.
-        unsafe {
-            let bytes = _mm_loadu_si128(source.as_ptr().cast());
-            _mm_stream_si128(target.as_mut_ptr().cast(), bytes);
-        }
+        // SAFETY: the source has 16 bytes. These instructions are part of every x86-64 processor.
+        let bytes = unsafe { _mm_loadu_si128(source.as_ptr().cast()) };
+        // SAFETY: the target has 16 bytes, and its address is a multiple of 16.
+        unsafe { _mm_stream_si128(target.as_mut_ptr().cast(), bytes) };
     }
     targets
         .into_remainder()
         .copy_from_slice(sources.remainder());
-    // SAFETY: as above. Other threads see these stores before any that follows.
+    // SAFETY: as the first. Other threads see these stores before any that follows.
     unsafe { _mm_sfence() };
 }
 

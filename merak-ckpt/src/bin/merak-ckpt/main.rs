@@ -13,7 +13,6 @@ use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use tracing_subscriber::EnvFilter;
 
 /// Looks at checkpoints, checks, compares and rewrites them.
 ///
@@ -99,23 +98,11 @@ fn main() -> ExitCode {
         Ok(arguments) => arguments,
         Err(error) => return cli::refused(&error),
     };
-    let filter =
-        EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&arguments.log));
-    let filter = match filter {
-        Ok(filter) => filter,
-        Err(error) => {
-            let log = arguments.log;
-            cli::report(&format!("merak-ckpt: --log \"{log}\": {error}"));
-            return ExitCode::from(2);
-        }
-    };
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(cli::has_colours())
-        // Where nobody reads any more, it would panic about that.
-        .log_internal_errors(false)
-        .with_writer(|| cli::StandardError)
-        .init();
+    if let Err(error) = cli::log_events(&arguments.log, || cli::StandardError) {
+        let log = arguments.log;
+        cli::report(&format!("merak-ckpt: --log \"{log}\": {error}"));
+        return ExitCode::from(2);
+    }
     if let Err(error) = cli::survive_size_limit() {
         tracing::warn!(%error, "a write beyond the limit on file sizes ends the process");
     }
