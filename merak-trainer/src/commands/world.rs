@@ -258,10 +258,15 @@ fn join_by(
         return nccl::join(launch, timeout, config);
     }
     let _ = config;
-    launch.join(engine, timeout).map_err(|met| match met {
+    launch.join(engine, timeout).map_err(unjoined)
+}
+
+/// Why a process has not met the others. Where some have not come, it says what to do.
+fn unjoined(met: Met) -> Error {
+    match met {
         Met::Timeout { ref wait, .. } if wait.op == Wait::JOIN => Error::Absent(Box::new(met)),
         met => met.into(),
-    })
+    }
 }
 
 /// The configuration of a command and its ranks, whose number fits the degrees. With `logs`, other

@@ -27,7 +27,7 @@ pub(super) fn join(launch: &Launch, timeout: Duration, config: Option<&Config>) 
         {
             Error::Told(Box::new(met.into()))
         }
-        met => met.into(),
+        met => super::unjoined(met),
     })
 }
 
