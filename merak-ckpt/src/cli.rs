@@ -22,7 +22,7 @@ use std::{
     sync::Arc,
 };
 use tracing_subscriber::{
-    filter::{LevelFilter, ParseError, Targets},
+    filter::{LevelFilter, Targets},
     fmt::MakeWriter,
     layer::SubscriberExt,
     util::SubscriberInitExt,
@@ -139,19 +139,19 @@ pub fn has_colours() -> bool {
 }
 
 /// Sends events to a writer: those that the filter in `RUST_LOG` names, or else `filter`, such as
-/// `info` and `warn,merak_trainer=debug`.
+/// `info` and `warn,merak_trainer=debug`. A variable that is empty or no filter does not count.
 ///
 /// # Errors
-/// Where `filter` is none.
-pub fn log_events<W>(filter: &str, writer: W) -> Result<(), ParseError>
+/// The reason why `filter` is none.
+pub fn log_events<W>(filter: &str, writer: W) -> Result<(), String>
 where
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
 {
     let variable = env::var_os("RUST_LOG").filter(|text| !text.is_empty());
-    let variable = variable.and_then(|text| text.to_str()?.parse().ok());
-    let filter: Targets = match variable {
+    let variable = variable.and_then(|text| targets(text.to_str()?).ok());
+    let filter = match variable {
         Some(filter) => filter,
-        None => filter.parse()?,
+        None => targets(filter)?,
     };
     tracing_subscriber::fmt()
         .with_max_level(LevelFilter::TRACE)
@@ -163,6 +163,20 @@ where
         .with(filter)
         .init();
     Ok(())
+}
+
+/// Reads a filter of targets and levels. [`Targets`] would take a span for the name of a target,
+/// which no event has, and nothing behind a last comma for the level `error`.
+fn targets(filter: &str) -> Result<Targets, String> {
+    let parts = filter.split(',').map(str::trim);
+    let parts: Vec<_> = parts.filter(|part| !part.is_empty()).collect();
+    if let Some(part) = parts.iter().find(|part| part.contains('[')) {
+        return Err(format!(
+            "{part} names spans or fields, expected targets and levels alone"
+        ));
+    }
+    let parsed = parts.join(",").parse::<Targets>();
+    parsed.map_err(|error| error.to_string())
 }
 
 /// Adds the expected number to the error of an option with another value; leaves other errors as
@@ -333,6 +347,18 @@ mod tests {
             #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
             keys: Vec<String>,
         },
+    }
+
+    #[test]
+    fn a_filter_is_of_targets_and_levels_and_may_have_blanks_and_a_last_comma() {
+        let expected = targets("warn,merak_mpu=error").unwrap();
+        assert_eq!(targets(" warn, merak_mpu=error,").unwrap(), expected);
+        assert_eq!(targets(""), targets("error"));
+        assert_eq!(
+            targets("info,merak_trainer[step]=debug").unwrap_err(),
+            "merak_trainer[step]=debug names spans or fields, expected targets and levels alone"
+        );
+        targets("x==").unwrap_err();
     }
 
     #[test]
