@@ -180,7 +180,9 @@ impl MerakTrainer {
                 self.finish_save()?;
                 // The first of these ranks to fail ends the others: by then all have told of the
                 // step.
-                self.stages.mpu.world_group().barrier()?;
+                self.within(StepPart::Train, report.step, |trainer| {
+                    Ok(trainer.stages.mpu.world_group().barrier()?)
+                })?;
                 let key = self.args.loss_scale_key();
                 Err(Error::SkippedSteps {
                     steps: progress.skipped_in_a_row,
