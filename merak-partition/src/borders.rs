@@ -19,7 +19,8 @@ pub(crate) struct Borders {
     pub(crate) counted: Vec<usize>,
     /// For each border, the bytes of these values.
     pub(crate) bytes: Vec<usize>,
-    /// For each border, whether it may be cut: only complete values cross it.
+    /// For each border, whether it may be cut: only complete values cross it, and it lies in no
+    /// module that stays whole.
     pub(crate) legal: Vec<bool>,
     /// For each border, whether it directly follows an embedding lookup.
     pub(crate) after_lookup: Vec<bool>,

@@ -32,8 +32,7 @@ pub(super) fn modules(graph: &Graph, name: &str) -> Vec<RangeInclusive<usize>> {
     let mut found = BTreeMap::new();
     for (index, node) in graph.nodes().iter().enumerate() {
         if let Some(path) = matched(&pattern, &node.scope) {
-            let (first, _) = found.remove(path).unwrap_or((index, index));
-            found.insert(path, (first, index));
+            found.entry(path).or_insert((index, index)).1 = index;
         }
     }
     let spans = found.into_values();
