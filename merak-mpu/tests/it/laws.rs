@@ -178,6 +178,17 @@ fn results_lie_in_the_memory_that_was_given() {
 }
 
 #[test]
+fn a_copy_that_passes_the_caches_by_comes_whole() {
+    // 36 MiB: from 32 MiB on threads copy that way.
+    let row = |rank: usize| -> Vec<u32> { (0..9_u32 << 20).map(|x| x * 3 + rank as u32).collect() };
+    world(2, |member| {
+        let group = member.world_group().unwrap();
+        let found = group.broadcast_vec(row(group.rank()), 1).unwrap();
+        assert!(found == row(1));
+    });
+}
+
+#[test]
 fn a_message_is_the_box_that_was_sent() {
     let places = world(2, |member| {
         let group = member.world_group().unwrap();
