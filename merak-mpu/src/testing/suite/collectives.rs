@@ -74,7 +74,6 @@ fn collectives_of<T: Element + PartialEq>(
             joined,
         );
         parts_of(group, len, make, value);
-        parts_in_place_of(group, len, make, value);
         let root = n / 2;
         same(
             group,
@@ -138,7 +137,8 @@ fn reductions_of<T: Element + PartialEq>(
     }
 }
 
-/// Members get or bring 0, 1, 2, .. times as much as the first of two of them.
+/// Members get or bring 0, 1, 2, .. times as much as the first of two of them, in new memory and in
+/// buffers that have the parts of all members.
 fn parts_of<T: Element + PartialEq>(
     group: &Group,
     len: usize,
@@ -148,57 +148,27 @@ fn parts_of<T: Element + PartialEq>(
     let (n, rank) = (group.world_size(), group.rank());
     let lengths: Vec<usize> = (0..n).map(|rank| rank * len).collect();
     let (start, whole): (usize, usize) = (lengths[..rank].iter().sum(), lengths.iter().sum());
+    let own = || Box::new(row(rank, whole, make));
+    let rows = (0..n).map(|rank| row(rank, whole, make));
+    let sums: Vec<T> = fold(OPS[0], rows, value).map(make).collect();
+    let sums = || sums[start..][..lengths[rank]].iter().copied();
+    let joined = || (0..n).flat_map(|rank| row(rank, lengths[rank], make));
     let parts = group
-        .start_reduce_scatter_parts(Box::new(row(rank, whole, make)), lengths.clone(), OPS[0])
+        .start_reduce_scatter_parts(own(), lengths.clone(), OPS[0])
         .and_then(|pending| into_vec(pending.wait()?));
-    let rows = (0..n).map(|rank| row(rank, whole, make));
-    let sums = fold(OPS[0], rows, value).map(make);
-    same(
-        group,
-        "reduce_scatter of parts",
-        parts,
-        sums.skip(start).take(lengths[rank]),
-    );
-    same(
-        group,
-        "all_gather of parts",
-        group.all_gather_parts_vec(row(rank, lengths[rank], make), lengths.clone()),
-        (0..n).flat_map(|rank| row(rank, lengths[rank], make)),
-    );
-}
-
-/// The same in buffers that have the parts of all members.
-fn parts_in_place_of<T: Element + PartialEq>(
-    group: &Group,
-    len: usize,
-    make: impl Fn(f64) -> T + Copy,
-    value: impl Fn(T) -> f64 + Copy,
-) {
-    let (n, rank) = (group.world_size(), group.rank());
-    let lengths: Vec<usize> = (0..n).map(|rank| rank * len).collect();
-    let (start, whole): (usize, usize) = (lengths[..rank].iter().sum(), lengths.iter().sum());
-    let own = row(rank, whole, make);
-    let sums = group
-        .start_reduce_scatter_parts_in_place(Box::new(own), lengths.clone(), OPS[0])
+    same(group, "reduce_scatter of parts", parts, sums());
+    let parts = group
+        .start_reduce_scatter_parts_in_place(own(), lengths.clone(), OPS[0])
         .and_then(|pending| into_vec::<T>(pending.wait()?));
-    let rows = (0..n).map(|rank| row(rank, whole, make));
-    let expected = fold(OPS[0], rows, value).map(make);
-    same(
-        group,
-        "reduce_scatter_in_place of parts",
-        sums.map(|all| all[start..][..lengths[rank]].to_vec()),
-        expected.skip(start).take(lengths[rank]),
-    );
+    let parts = parts.map(|all| all[start..][..lengths[rank]].to_vec());
+    same(group, "reduce_scatter_in_place of parts", parts, sums());
+    let all = group.all_gather_parts_vec(row(rank, lengths[rank], make), lengths.clone());
+    same(group, "all_gather of parts", all, joined());
     let own = own_part_alone(rank, &lengths, make);
-    let joined = group
+    let all = group
         .start_all_gather_parts_in_place(Box::new(own), lengths.clone())
         .and_then(|pending| into_vec(pending.wait()?));
-    same(
-        group,
-        "all_gather_in_place of parts",
-        joined,
-        (0..n).flat_map(|rank| row(rank, lengths[rank], make)),
-    );
+    same(group, "all_gather_in_place of parts", all, joined());
 }
 
 /// Room for the parts of all members, in which those of the others are not there yet.
