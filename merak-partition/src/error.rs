@@ -1,5 +1,7 @@
 //! What can go wrong when a model is cut into stages.
 
+use merak_mpu::names::did_you_mean;
+
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -200,5 +202,26 @@ pub enum Error {
         stage: usize,
         /// The cause.
         source: Box<merak_trace::Error>,
+    },
+    /// A key of a cluster's description that is not there, or that a cluster does not have.
+    #[error("{}{}", if *is_missing { format!("{key} is missing") } else { format!("a cluster has no {key}") },
+        did_you_mean(nearest.as_deref()))]
+    ClusterKey {
+        /// The key.
+        key: String,
+        /// Whether the description lacks it.
+        is_missing: bool,
+        /// What was probably meant.
+        nearest: Option<String>,
+    },
+    /// A number of a cluster's description that no machine has.
+    #[error("{key} is {found}, expected a number that is {expected}")]
+    Cluster {
+        /// The key.
+        key: &'static str,
+        /// The number.
+        found: f64,
+        /// The range of numbers.
+        expected: &'static str,
     },
 }

@@ -35,8 +35,8 @@
 //!   several stages per rank, within the [memory](RankMemory) of each rank.
 //! - [`Pipeline`] decides all of it for a graph in segments: stages, schedule, recomputation. It
 //!   tells the memory of a rank ([`TrainingBytes`]), the time of a step ([`Prediction`]) and a
-//!   shorter schedule ([`FasterSchedule`]). [`StepCosts`] says what nodes and messages cost,
-//!   [`ParamBytes`] what a rank keeps for each element of its parameters.
+//!   shorter schedule ([`FasterSchedule`]). [`StepCosts`] says what nodes and messages cost, on a
+//!   described [`Cluster`] too, [`ParamBytes`] what a rank keeps for each element of its parameters.
 //! - [`Partition`] is segments and stages together, and gives the cuts from which stage programs
 //!   are made.
 //! - [`recompute_plan`] selects the values that a stage recomputes instead of keeping.
@@ -73,6 +73,7 @@
 //! [Chen et al. 2016](https://arxiv.org/abs/1604.06174) (recomputation by segments).
 
 mod borders;
+mod cluster;
 mod costs;
 mod error;
 mod memory;
@@ -85,6 +86,7 @@ mod search;
 mod segment;
 mod stages;
 
+pub use cluster::{Cluster, ClusterCosts, Connection};
 pub use costs::{Counted, PhaseCosts, StepCosts};
 pub use error::{Error, Result};
 pub use memory::{

@@ -42,6 +42,7 @@ use serde_json::Value;
 
 pub(crate) use self::checked::Host;
 pub(crate) use self::choice::one_of;
+pub(crate) use self::file::read_numbers;
 pub(crate) use self::folders::RESOLVED;
 pub(crate) use self::keys::given_list;
 use self::nearest::nearest_key;
@@ -224,6 +225,18 @@ impl Config {
             .map_err(|error| self.locate(error))
     }
 
+    /// As [`Config::check`], whatever engines and backends are in this build: for a plan of other
+    /// machines.
+    ///
+    /// # Errors
+    ///
+    /// As [`Config::check`].
+    pub fn check_to_plan(&self) -> Result<CheckedArguments> {
+        self.check_use_cpu()?;
+        check::check_to_plan(&self.arguments, &|key| self.origin(key).to_string())
+            .map_err(|error| self.locate(error))
+    }
+
     /// `use_cpu`, which is no argument, agrees with the device.
     fn check_use_cpu(&self) -> Result<()> {
         let key = "use_cpu";
@@ -381,6 +394,16 @@ impl MerakArguments {
     /// The first illegal value, with the legal ones.
     pub fn check(&self) -> Result<CheckedArguments> {
         check::check(self, &|_| "set in code".into())
+    }
+
+    /// As [`MerakArguments::check`], whatever engines and backends are in this build: for a plan of
+    /// other machines.
+    ///
+    /// # Errors
+    ///
+    /// As [`MerakArguments::check`].
+    pub fn check_to_plan(&self) -> Result<CheckedArguments> {
+        check::check_to_plan(self, &|_| "set in code".into())
     }
 }
 

@@ -53,7 +53,8 @@
 //! - [`Config`], [`MerakArguments`], [`CheckedArguments`]: layers of configuration, the values, and
 //!   values that agree with each other.
 //! - [`Plan`]: the decisions that every rank makes alone and alike before anything runs, made from
-//!   [`PlanInputs`].
+//!   [`PlanInputs`]. [`DegreeSearch`] finds the degrees with the shortest step, on this machine or a
+//!   described [`Cluster`].
 //! - [`MerakTrainer`]: one rank's trainer; [`run_world`] starts the ranks. [`Callback`]s are told
 //!   of its events.
 //! - [`data`]: data sets, their order, tokenizers. [`metrics`]: records and progress.
@@ -82,6 +83,7 @@ mod memory;
 pub mod metrics;
 pub mod network;
 mod plan;
+mod planner;
 mod stage;
 mod trainer;
 mod world;
@@ -107,6 +109,10 @@ pub use plan::{
     CustomLoss, Draft, FasterSchedule, Forward, ForwardOutput, Lora, LossCount, LossFn, Plan,
     PlanInputs, Prediction, StageTimes,
 };
+pub use planner::{
+    Candidate, DegreeSearch, FoundDegrees, Machines, RefusedDegrees, TooLarge, cluster_costs,
+    read_cluster,
+};
 pub use stage::NamedTensors;
 pub use trainer::{
     BestModel, Breakdown, Callback, ComputeMetrics, Divergence, EarlyStopping, EvaluationMetrics,
@@ -118,7 +124,7 @@ pub use world::{World, get_grid, get_topo, run_on, run_world, threads_per_rank};
 // The names of the other crates that a program with a trainer needs, and the crates for the rest.
 pub use merak_ckpt::{self, Completion, GenerateOptions};
 pub use merak_mpu::{self, Axis, Degrees, Group, Member, Mpu, Topology, init};
-pub use merak_partition::{self, PartitionReport};
+pub use merak_partition::{self, Cluster, PartitionReport};
 pub use merak_pipe;
 pub use merak_tp::{self, LayerLists, set_tp_layer_lists};
 pub use merak_trace;

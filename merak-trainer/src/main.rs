@@ -32,6 +32,7 @@ enum Command {
     Evaluate(commands::evaluate::Args),
     Predict(commands::predict::Args),
     Tokenize(commands::tokenize::Args),
+    Plan(commands::plan::Args),
     Trace(commands::trace::Args),
     Schedule(commands::schedule::Args),
     Config(commands::config::Args),
@@ -56,6 +57,7 @@ impl Command {
         matches!(
             self,
             Self::Tokenize(_)
+                | Self::Plan(_)
                 | Self::Trace(_)
                 | Self::Schedule(_)
                 | Self::Config(_)
@@ -107,6 +109,7 @@ fn run(cli: Cli, screen: &Screen) -> Outcome {
         Command::Evaluate(args) => commands::evaluate::run(args, screen),
         Command::Predict(args) => commands::predict::run(args, screen),
         Command::Tokenize(args) => commands::tokenize::run(args, screen),
+        Command::Plan(args) => commands::plan::run(args, screen),
         Command::Trace(args) => commands::trace::run(args),
         Command::Schedule(args) => commands::schedule::run(&args),
         Command::Config(args) => commands::config::run(args),

@@ -8,38 +8,29 @@ use self::unused::check_unused;
 use super::{
     environment,
     model::{Loaded, companions, read},
+    planned::Planned,
     session::trained_tokenizer,
 };
 use merak_ckpt::{Checksum, HfFolder};
 use merak_trace::models::{self, Objective};
 use merak_trainer::{
-    CheckedArguments, Config, CostCache, CostModel, DataArguments, Error, FasterSchedule,
-    FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, Room, RunFolder,
-    SeqLength, TokenizerSource, TrainerParts, Workload, World,
+    CheckedArguments, Config, DataArguments, Error, FolderError, MerakTrainer, Result, Room,
+    RunFolder, SeqLength, TokenizerSource, TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Datasets, Joined, ModelInputs, Source, Tokenizer},
     metrics::{Page, Peak},
 };
-use std::{fmt::Write as _, sync::Arc};
+use std::{fmt::Write as _, ops::Deref, sync::Arc};
 
 /// The parts of a run that all ranks share.
 pub(crate) struct Prepared {
-    pub(crate) args: CheckedArguments,
-    pub(crate) model: Loaded,
-    /// What the plan is made from.
-    inputs: PlanInputs,
-    pub(crate) plan: Arc<Plan>,
+    planned: Planned,
     /// The tokenizer, where there is text.
     pub(crate) tokenizer: Option<Tokenizer>,
     /// The text whose next tokens the model learns.
     pub(crate) corpus: Option<Corpus>,
-    /// How long a step will take, where that was measured.
-    pub(crate) prediction: Option<Prediction>,
     /// What the speed of the run is a share of, in the process of the first rank.
     pub(crate) peak: Option<Peak>,
-    costs: CostModel,
-    /// The file that keeps measured times.
-    cost_cache: Option<CostCache>,
-    faster: Option<FasterSchedule>,
+    /// The data, for people.
     description: String,
     datasets: Datasets,
     /// What the process may use beside the data. Measuring costs leaves memory reserved, which the
@@ -49,6 +40,14 @@ pub(crate) struct Prepared {
     /// Steps of the whole training.
     pub(crate) total_steps: usize,
     model_files: Vec<(String, Vec<u8>)>,
+}
+
+impl Deref for Prepared {
+    type Target = Planned;
+
+    fn deref(&self) -> &Planned {
+        &self.planned
+    }
 }
 
 /// What a run is prepared for.
@@ -127,27 +126,13 @@ impl Prepared {
         Ok(prepared)
     }
 
-    /// Measures the costs of the work, and plans again where the plan depends on them. Does nothing
-    /// for a run that does not fit into the memory of the first rank's machine.
+    /// As [`Planned::measure`]. Does nothing for a run that does not fit into the memory of the
+    /// first rank's machine.
     fn measure(&mut self, keeps: bool, world: &World) -> Result<()> {
-        let args = &self.args;
-        let file = args.cost_cache.clone().or_else(environment::cost_cache);
-        let cache = file.map(|file| CostCache { file, keeps });
         if !world.share(|| Ok(self.check_memory().is_ok()))? {
             return Ok(());
         }
-        self.costs = CostModel::of(&self.inputs, args, cache.as_ref(), world)?;
-        if args.searches() {
-            self.plan = Arc::new(Plan::with_costs(
-                &self.inputs,
-                args,
-                &self.costs.under(args),
-            )?);
-        }
-        self.prediction = self.plan.predict(&self.costs.under(args))?;
-        self.faster = self.plan.faster_schedule(&self.costs.under(args))?;
-        self.cost_cache = cache;
-        Ok(())
+        self.planned.measure(keeps, world)
     }
 
     /// Measures what the speed of the run is a share of, in the process of the first rank.
@@ -159,18 +144,6 @@ impl Prepared {
         let measured = measured.transpose().map_err(|error| config.locate(error));
         self.peak = world.agree(measured)?;
         Ok(())
-    }
-
-    /// The comparison of the first steps with their prediction, where there is one whose times are
-    /// kept.
-    pub(crate) fn first_steps(&self) -> Option<FirstSteps> {
-        let (prediction, cache) = self.prediction.as_ref().zip(self.cost_cache.clone())?;
-        Some(FirstSteps::new(
-            &self.args,
-            &self.costs,
-            cache,
-            prediction.step(),
-        ))
     }
 
     /// Prepares an evaluation of the validation part alone.
@@ -220,26 +193,18 @@ impl Prepared {
             .next()
             .map_or(0, |data| if data.is_stream() { 0 } else { data.len() });
         let fingerprint = DataFingerprint::of(&args.data, &crates, tokenizer.as_ref(), samples)?;
-        let inputs = PlanInputs::read(Arc::clone(&model.model), &args)?;
-        let plan = Plan::new(&inputs, &args)?;
-        MerakTrainer::check_metric(&plan, &args)?;
-        let plan = Arc::new(match purpose {
-            Purpose::Train => plan,
-            Purpose::Evaluate | Purpose::Predict => plan.frozen(),
-        });
         let model_files = model_files(&model, &args, tokenizer.as_ref())?;
+        let planned = Planned::new(model, args)?;
+        MerakTrainer::check_metric(&planned.plan, &planned.args)?;
+        let planned = match purpose {
+            Purpose::Train => planned,
+            Purpose::Evaluate | Purpose::Predict => planned.frozen(),
+        };
         Ok(Self {
-            args,
-            corpus: corpus.filter(|_| plan.draft.model.objective() == Objective::CausalLm),
-            model,
-            inputs,
-            plan,
+            corpus: corpus.filter(|_| planned.model.model.objective() == Objective::CausalLm),
+            planned,
             tokenizer,
-            prediction: None,
             peak: None,
-            costs: CostModel::Counted,
-            cost_cache: None,
-            faster: None,
             description,
             datasets,
             room: Room::of_process(),
@@ -315,20 +280,11 @@ impl Prepared {
 
     /// What `report.html` says whatever the run records.
     pub(crate) fn page(&self, folder: &RunFolder) -> Result<Page> {
-        let info = &self.plan.draft.info;
+        let config = folder.resolved().to_owned();
         Ok(Page {
-            title: format!(
-                "{}, {} parameters, {} layers",
-                info.family,
-                self.plan.graph.num_elements(),
-                info.num_layers
-            ),
-            plan: Arc::clone(&self.plan),
-            prediction: self.prediction.clone(),
-            memory: self.plan.memory(&self.args, &self.workloads())?,
             peak: self.peak,
-            config: folder.resolved().to_owned(),
-            total_steps: self.total_steps,
+            total_steps: Some(self.total_steps),
+            ..self.planned.page(&self.workloads(), config)?
         })
     }
 

@@ -52,6 +52,15 @@ pub(crate) fn check(
     arguments: &MerakArguments,
     place: &dyn Fn(&str) -> String,
 ) -> Result<CheckedArguments> {
+    check_built(arguments, &Checker { place })?;
+    check_to_plan(arguments, place)
+}
+
+/// As [`check`], whatever is in this build, for a plan of other machines.
+pub(crate) fn check_to_plan(
+    arguments: &MerakArguments,
+    place: &dyn Fn(&str) -> String,
+) -> Result<CheckedArguments> {
     let checker = Checker { place };
     check_ranges(arguments, &checker)?;
     check_degrees(arguments, &checker)?;
@@ -65,7 +74,6 @@ pub(crate) fn check(
     check_prediction(arguments, &checker)?;
     check_divergence(arguments, &checker)?;
     check_generation(arguments, &checker)?;
-    check_engine(arguments, &checker)?;
     check_compute(arguments, &checker)?;
     check_precision(arguments, &checker)?;
     check_data(arguments, &checker)?;
@@ -313,35 +321,31 @@ fn stages_key(a: &MerakArguments) -> String {
     }
 }
 
-fn check_engine(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
-    let (engine, built) = (a.distributed.engine, Built::here());
-    let feature = match engine {
-        EngineKind::Mpi if !built.mpi => "mpi",
-        EngineKind::Nccl if !built.nccl => "nccl",
-        _ => return Ok(()),
+/// The engine and the backend are in this build.
+fn check_built(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let (engine, backend, built) = (a.distributed.engine, a.compute.backend, Built::here());
+    let engine_feature = match engine {
+        EngineKind::Mpi if !built.mpi => Some("mpi"),
+        EngineKind::Nccl if !built.nccl => Some("nccl"),
+        _ => None,
     };
-    let key = "distributed.engine";
+    let lacks_tch = backend == BackendChoice::Tch && !cfg!(feature = "tch");
+    let (key, found, feature, instead) = match (engine_feature, lacks_tch) {
+        (Some(feature), _) => ("distributed.engine", engine.to_string(), feature, "tcp"),
+        (None, true) => ("compute.backend", backend.to_string(), "tch", "candle"),
+        (None, false) => return Ok(()),
+    };
     Err(Error::Config(ConfigError::NotBuilt {
         key,
-        found: format!("\"{engine}\""),
+        found: format!("\"{found}\""),
         place: (checker.place)(key),
         feature,
-        instead: "tcp",
+        instead,
     }))
 }
 
 fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let compute = &a.compute;
-    if compute.backend == BackendChoice::Tch && !cfg!(feature = "tch") {
-        let key = "compute.backend";
-        return Err(Error::Config(ConfigError::NotBuilt {
-            key,
-            found: format!("\"{}\"", compute.backend),
-            place: (checker.place)(key),
-            feature: "tch",
-            instead: "candle",
-        }));
-    }
     checker.require(
         compute.device == Device::Cpu || compute.backend == BackendChoice::Tch,
         "compute.device",

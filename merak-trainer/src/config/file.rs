@@ -20,15 +20,45 @@ pub(crate) fn read(path: &Path) -> Result<Layer> {
     if path.is_dir() {
         return Err(no_configuration(path).into());
     }
-    let text = read_text(path, MAX_CONFIG_BYTES).map_err(Error::reading(path))?;
-    // Some editors put a byte-order mark before a text.
-    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     let mut layer = Layer::default();
-    for (name, value) in parse(path, text)? {
+    for (name, value) in read_table(path)? {
         layer.add_typed(name, value)?;
     }
     refuse_duplicates(path, &layer)?;
     Ok(layer)
+}
+
+/// The numbers of a file in which nothing else stands; those of a section by `section.key`.
+pub(crate) fn read_numbers(path: &Path) -> Result<BTreeMap<String, f64>> {
+    let mut numbers = BTreeMap::new();
+    for (name, value) in read_table(path)? {
+        let entries = match value.kind {
+            ValueKind::Table(section) => {
+                let entries = section.into_iter();
+                let entries = entries.map(|(inner, value)| (format!("{name}.{inner}"), value));
+                entries.collect()
+            }
+            kind => vec![(name, Value::new(None, kind))],
+        };
+        for (name, value) in entries {
+            let json = strict::json(&value);
+            let Some(number) = json.as_f64() else {
+                return Err(syntax(
+                    path,
+                    &format!("{name} is {json}, expected a number"),
+                ));
+            };
+            numbers.insert(name, number);
+        }
+    }
+    Ok(numbers)
+}
+
+/// The table of a file.
+fn read_table(path: &Path) -> Result<Map<String, Value>> {
+    let text = read_text(path, MAX_CONFIG_BYTES).map_err(Error::reading(path))?;
+    // Some editors put a byte-order mark before a text.
+    parse(path, text.strip_prefix('\u{feff}').unwrap_or(&text))
 }
 
 /// Refuses a key that is given in two ways, such as in its section and with the section's name

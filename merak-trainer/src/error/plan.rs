@@ -56,6 +56,14 @@ pub enum PlanError {
         /// What is wrong.
         reason: Box<merak_trace::Error>,
     },
+    /// A file that describes no cluster.
+    #[error("{} describes no cluster: {reason}", file(path))]
+    Cluster {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: Box<merak_partition::Error>,
+    },
     /// A dimension of a known model that does not hold the sequence.
     #[error(
         "\"sequence_dim\" is 0, but the hidden states of a {family} are [batch, sequence, width]: choose 1; 0 is for models \

@@ -28,14 +28,16 @@ pub struct Page {
     pub plan: Arc<Plan>,
     /// How long a step was to take, where that was measured beforehand.
     pub prediction: Option<Prediction>,
+    /// What its times are, for people.
+    pub unit: &'static str,
     /// What each rank of the pipeline was to hold.
     pub memory: Vec<MemoryNeed>,
     /// What speeds are a share of.
     pub peak: Option<Peak>,
     /// Every value of the configuration, as TOML.
     pub config: String,
-    /// Steps of the whole run.
-    pub total_steps: usize,
+    /// Steps of the whole run; unset on the page of a plan that does not run.
+    pub total_steps: Option<usize>,
 }
 
 /// What the ranks of the first pipeline ran and held.
@@ -63,9 +65,13 @@ impl Page {
             include_str!("page/style.css"),
         );
         let degrees = self.plan.draft.degrees;
+        let recorded = self.total_steps.map(|total| {
+            let step = last(records, "step").unwrap_or(0.0);
+            format!(", {step} of {total} steps recorded")
+        });
         let _ = writeln!(
             html,
-            "<p>dp {} × tp {} × pp {}{}, schedule {}, {} of {} steps recorded. Written by merak {}.</p>",
+            "<p>dp {} × tp {} × pp {}{}, schedule {}{}. Written by merak {}.</p>",
             degrees.dp,
             degrees.tp,
             degrees.pp,
@@ -75,12 +81,13 @@ impl Page {
                 String::new()
             },
             escape(&self.plan.schedule.name),
-            last(records, "step").unwrap_or(0.0),
-            self.total_steps,
+            recorded.unwrap_or_default(),
             env!("CARGO_PKG_VERSION"),
         );
-        html += &tiles(records);
-        html += &charts(records);
+        if self.total_steps.is_some() {
+            html += &tiles(records);
+            html += &charts(records);
+        }
         if let Some(peak) = self.peak {
             let text = escape(&peak.to_string());
             let _ = writeln!(
@@ -117,11 +124,12 @@ impl Page {
             text,
             "<p>{}{}</p>",
             if is_timed {
-                "Planned by times that were measured before the run."
+                format!("Planned by {}.", self.unit)
             } else {
-                "Planned by counted operations, drawn as long as the real step."
+                "Planned by counted operations, drawn as long as the real step.".to_owned()
             },
             match &real {
+                None if self.total_steps.is_none() => String::new(),
                 Some(real) => format!(
                     " Real is the median of the last steps: {:.1} ms of pipeline, of which ranks wait {:.0} %, and {:.0} % in the plan.",
                     1e3 * real.makespan(),

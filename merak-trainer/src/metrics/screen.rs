@@ -96,7 +96,7 @@ impl Screen {
     }
 
     /// A new bar of `steps` steps below the others.
-    pub(super) fn bar(&self, steps: u64, template: &str) -> ProgressBar {
+    pub fn bar(&self, steps: u64, template: &str) -> ProgressBar {
         let bar = self.bars.add(ProgressBar::new(steps));
         // Templates are constants of ours; without one a bar keeps its default style.
         if let Ok(style) = ProgressStyle::with_template(template) {

@@ -1,0 +1,409 @@
+//! A search for the degrees with which a model trains fastest on a number of ranks.
+//!
+//! Every way to share the ranks out is planned as a run would be, with the same samples in a step,
+//! and timed by the simulator of merak-pipe.
+
+use crate::{
+    config::{CheckedArguments, CostSource, Device, MerakArguments, read_numbers},
+    costs::{CostCache, CostModel},
+    error::{ConfigError, Error, PlanError, Result, chain},
+    machine::num_cores,
+    memory::Workload,
+    plan::{Plan, PlanInputs, param_bytes},
+    world::World,
+};
+use merak_mpu::Degrees;
+use merak_partition::{Cluster, ClusterCosts, ScheduleChoice, StepCosts};
+use std::{
+    path::Path,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+/// Candidates whose schedule is compared with others, once all are timed.
+const IMPROVED: usize = 10;
+
+/// The machines that a run is planned for.
+#[derive(Debug, Clone, Copy)]
+pub enum Machines<'a> {
+    /// Those of a description.
+    Described(&'a Cluster),
+    /// This one, whose times are measured, or read from a file that keeps them.
+    Here(Option<&'a CostCache>),
+}
+
+/// Reads the description of a cluster, a file of numbers in any format of a configuration.
+///
+/// # Errors
+/// When the file cannot be read or does not describe a cluster.
+pub fn read_cluster(path: &Path) -> Result<Cluster> {
+    let numbers = read_numbers(path)?;
+    Cluster::of(&numbers).map_err(|error| {
+        Error::Plan(PlanError::Cluster {
+            path: path.to_owned(),
+            reason: Box::new(error),
+        })
+    })
+}
+
+/// What a step with these arguments takes on the machines of a description.
+///
+/// # Errors
+/// As [`Cluster::costs`].
+pub fn cluster_costs(cluster: &Cluster, args: &CheckedArguments) -> Result<ClusterCosts> {
+    let weight_bytes = args
+        .narrow()
+        .map_or(size_of::<f32>(), |narrow| narrow.size_bytes());
+    Ok(cluster.costs(
+        args.degrees(),
+        args.gradient_accumulation_steps,
+        param_bytes(args, args.replicas()),
+        weight_bytes,
+    )?)
+}
+
+/// A search over degrees, sizes of microbatches and schedules.
+#[derive(Debug, Clone, Copy)]
+pub struct DegreeSearch<'a> {
+    /// Ranks to share out.
+    pub world: usize,
+    /// The machines.
+    pub machines: Machines<'a>,
+    /// Whether it recomputes only where nothing else fits into memory. Unset, the arguments decide.
+    pub chooses_recompute: bool,
+}
+
+/// A way to share out the ranks.
+#[derive(Debug, Clone)]
+pub struct Candidate {
+    /// The arguments of the search with its degrees, microbatches, schedule and recomputation.
+    pub args: CheckedArguments,
+    /// Seconds of a step.
+    pub step: f64,
+    /// The share of the pipeline's time in which its ranks wait.
+    pub bubble: f64,
+    /// Bytes of the fullest rank.
+    pub rank_bytes: usize,
+}
+
+/// A way to share out the ranks that memory has no room for.
+#[derive(Debug, Clone)]
+pub struct TooLarge {
+    /// Its arguments.
+    pub args: CheckedArguments,
+    /// Bytes of the fullest rank.
+    pub rank_bytes: usize,
+}
+
+/// Degrees with which the model cannot be planned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RefusedDegrees {
+    /// The degrees.
+    pub degrees: Degrees,
+    /// The reason.
+    pub reason: String,
+}
+
+/// What a search has found.
+#[derive(Debug, Clone, Default)]
+pub struct FoundDegrees {
+    /// What fits into memory, the shortest step first.
+    pub fitting: Vec<Candidate>,
+    /// What does not, the least memory first.
+    pub too_large: Vec<TooLarge>,
+    /// Degrees that the model cannot be planned for.
+    pub refused: Vec<RefusedDegrees>,
+}
+
+/// What became of the arguments of a candidate.
+enum Outcome {
+    Fits(Candidate),
+    TooLarge(TooLarge),
+}
+
+/// What became of the degrees that are tried together.
+#[derive(Default)]
+struct Tried {
+    fitting: Vec<Candidate>,
+    too_large: Option<TooLarge>,
+    refused: Option<String>,
+}
+
+impl DegreeSearch<'_> {
+    /// Plans every way to share out the ranks with as many samples in a step as the arguments have.
+    /// The ranks that share a layer or a sequence stay on one of the described hosts. `told` hears
+    /// of how many of how many degrees are done.
+    ///
+    /// # Errors
+    /// When times are not known or a measurement fails. What cannot be planned is part of the
+    /// result.
+    pub fn run(
+        &self,
+        inputs: &PlanInputs,
+        args: &CheckedArguments,
+        told: &(dyn Fn(usize, usize) + Sync),
+    ) -> Result<FoundDegrees> {
+        if let Machines::Here(_) = self.machines {
+            check_measured(args)?;
+        }
+        let all = self.degrees(args);
+        let done = AtomicUsize::new(0);
+        let tried = self.each(&all, |degrees| {
+            let tried = self.tried(inputs, args, degrees)?;
+            told(done.fetch_add(1, Ordering::Relaxed) + 1, all.len());
+            Ok(tried)
+        })?;
+        let mut found = FoundDegrees::default();
+        for (degrees, tried) in all.into_iter().zip(tried) {
+            found.fitting.extend(tried.fitting);
+            found.too_large.extend(tried.too_large);
+            let refused = tried.refused;
+            let refused = refused.map(|reason| RefusedDegrees { degrees, reason });
+            found.refused.extend(refused);
+        }
+        by_time(&mut found.fitting);
+        let first = found.fitting.len().min(IMPROVED);
+        let best: Vec<_> = found.fitting.drain(..first).collect();
+        let improved = self.each(&best, |candidate| self.improved(inputs, candidate))?;
+        found.fitting.splice(..0, improved);
+        by_time(&mut found.fitting);
+        found
+            .too_large
+            .sort_by_key(|candidate| candidate.rank_bytes);
+        Ok(found)
+    }
+
+    /// All degrees that fill the world and divide the samples of a step.
+    fn degrees(&self, args: &CheckedArguments) -> Vec<Degrees> {
+        let most = match self.machines {
+            Machines::Described(cluster) => cluster.ranks_per_host,
+            Machines::Here(_) => usize::MAX,
+        };
+        let mut all = Vec::new();
+        for tp in divisors(self.world) {
+            for sp in divisors(self.world / tp).filter(|sp| tp * sp <= most) {
+                for pp in divisors(self.world / tp / sp) {
+                    let dp = self.world / tp / sp / pp;
+                    if args.global_batch().is_multiple_of(dp) {
+                        all.push(Degrees { dp, tp, pp, sp });
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// `work` on each item: side by side where it only computes, one after the other where it
+    /// measures times.
+    fn each<T: Sync, R: Send>(
+        &self,
+        items: &[T],
+        work: impl Fn(&T) -> Result<R> + Sync,
+    ) -> Result<Vec<R>> {
+        if let Machines::Here(_) = self.machines {
+            return items.iter().map(work).collect();
+        }
+        let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+        thread::scope(|scope| {
+            for _ in 0..num_cores().min(items.len()) {
+                scope.spawn(|| {
+                    while let Some(item) = {
+                        let at = next.fetch_add(1, Ordering::Relaxed);
+                        items.get(at).map(|item| (at, item))
+                    } {
+                        let (at, item) = item;
+                        let result = work(item);
+                        let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+                        done.push((at, result));
+                    }
+                });
+            }
+        });
+        let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+        done.sort_by_key(|(at, _)| *at);
+        done.into_iter().map(|(_, result)| result).collect()
+    }
+
+    /// The candidates of some degrees, from the smallest microbatch to the first that does not fit.
+    fn tried(
+        &self,
+        inputs: &PlanInputs,
+        args: &CheckedArguments,
+        degrees: &Degrees,
+    ) -> Result<Tried> {
+        let mut tried = Tried::default();
+        let of_replica = args.global_batch() / degrees.dp;
+        for batch in microbatches(of_replica, args.per_device_train_batch_size) {
+            let sized = MerakArguments {
+                dp: degrees.dp,
+                tp: degrees.tp,
+                pp: degrees.pp,
+                sp: degrees.sp,
+                per_device_train_batch_size: batch,
+                gradient_accumulation_steps: of_replica / batch,
+                ..args.clone().into_arguments()
+            };
+            match self.with_least_recomputation(inputs, &sized) {
+                Ok(Outcome::Fits(candidate)) => tried.fitting.push(candidate),
+                Ok(Outcome::TooLarge(candidate)) => {
+                    tried.too_large = Some(candidate);
+                    break;
+                }
+                Err(error) if error.is_user_error() => {
+                    tried.refused.get_or_insert_with(|| chain(&error));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        if !tried.fitting.is_empty() || tried.too_large.is_some() {
+            tried.refused = None;
+        }
+        Ok(tried)
+    }
+
+    /// What becomes of the arguments, without recomputation where that fits.
+    fn with_least_recomputation(
+        &self,
+        inputs: &PlanInputs,
+        args: &MerakArguments,
+    ) -> Result<Outcome> {
+        if !self.chooses_recompute {
+            return self.outcome(inputs, self.checked(args)?);
+        }
+        let with = |activation_checkpointing| {
+            let args = MerakArguments {
+                activation_checkpointing,
+                ..args.clone()
+            };
+            self.outcome(inputs, self.checked(&args)?)
+        };
+        match with(false)? {
+            Outcome::TooLarge(_) => with(true),
+            fitting @ Outcome::Fits(_) => Ok(fitting),
+        }
+    }
+
+    /// The arguments, which this build has to run where its machine is planned for.
+    fn checked(&self, args: &MerakArguments) -> Result<CheckedArguments> {
+        match self.machines {
+            Machines::Described(_) => args.check_to_plan(),
+            Machines::Here(_) => args.check(),
+        }
+    }
+
+    /// Plans these arguments, and times the plan if it fits into memory.
+    fn outcome(&self, inputs: &PlanInputs, args: CheckedArguments) -> Result<Outcome> {
+        let rank_bytes = |plan: &Plan| {
+            let ranks = plan.memory(&args, &[Workload::Training])?;
+            let ranks = ranks
+                .iter()
+                .map(|need| need.total().saturating_add(need.exchange));
+            Ok::<_, Error>(ranks.max().unwrap_or(0))
+        };
+        if let Machines::Here(_) = self.machines {
+            let plan = Plan::new(inputs, &args)?;
+            match plan.check_memory(&args, &[Workload::Training]) {
+                Err(Error::Memory(_)) => {
+                    let rank_bytes = rank_bytes(&plan)?;
+                    return Ok(Outcome::TooLarge(TooLarge { args, rank_bytes }));
+                }
+                checked => checked?,
+            }
+        }
+        let (prediction, rank_bytes) = self.timed(inputs, &args, |plan, costs| {
+            Ok((plan.predict(costs)?, rank_bytes(&plan)?))
+        })?;
+        match (self.machines, prediction) {
+            (Machines::Described(cluster), _) if rank_bytes as u64 > cluster.memory_bytes => {
+                Ok(Outcome::TooLarge(TooLarge { args, rank_bytes }))
+            }
+            (_, Some(prediction)) => Ok(Outcome::Fits(Candidate {
+                step: prediction.step(),
+                bubble: prediction.simulation.bubble(),
+                args,
+                rank_bytes,
+            })),
+            (_, None) => Err(without_times("not measured")),
+        }
+    }
+
+    /// The candidate, under a faster schedule with as many stages per rank where there is one.
+    fn improved(&self, inputs: &PlanInputs, candidate: &Candidate) -> Result<Candidate> {
+        let faster = self.timed(inputs, &candidate.args, |plan, costs| {
+            Ok(plan.faster_schedule(costs)?)
+        })?;
+        let Some(faster) = faster else {
+            return Ok(candidate.clone());
+        };
+        let args = MerakArguments {
+            train_schedule: ScheduleChoice::Named(faster.kind),
+            ..candidate.args.clone().into_arguments()
+        };
+        match self
+            .checked(&args)
+            .and_then(|args| self.outcome(inputs, args))
+        {
+            Ok(Outcome::Fits(other)) if other.step < candidate.step => Ok(other),
+            _ => Ok(candidate.clone()),
+        }
+    }
+
+    /// `work` with the plan of these arguments and the costs that it was made by.
+    fn timed<T>(
+        &self,
+        inputs: &PlanInputs,
+        args: &CheckedArguments,
+        work: impl FnOnce(Plan, &dyn StepCosts) -> Result<T>,
+    ) -> Result<T> {
+        let run = |costs: &dyn StepCosts| work(Plan::with_costs(inputs, args, costs)?, costs);
+        match self.machines {
+            Machines::Described(cluster) => run(&cluster_costs(cluster, args)?),
+            Machines::Here(cache) => {
+                let costs = CostModel::of(inputs, args, cache, &World::of_threads())?;
+                run(&costs.under(args))
+            }
+        }
+    }
+}
+
+/// Refuses arguments under which this machine's times are not measured.
+fn check_measured(args: &CheckedArguments) -> Result<()> {
+    match (args.cost_model, args.compute.device) {
+        (CostSource::Measured, Device::Cpu) => Ok(()),
+        (CostSource::Measured, device) => Err(without_times(&format!(
+            "measured, but not on \"compute.device\" {device}"
+        ))),
+        (counted, _) => Err(without_times(counted.as_str())),
+    }
+}
+
+/// The error of a search that has no times to compare.
+fn without_times(found: &str) -> Error {
+    Error::Config(ConfigError::IllegalValue {
+        key: "cost_model",
+        found: found.to_owned(),
+        place: "in a search for degrees".to_owned(),
+        expected: "measured, or the times come from the description of a cluster".to_owned(),
+    })
+}
+
+/// Sorts by the time of a step; equal times by memory.
+fn by_time(candidates: &mut [Candidate]) {
+    candidates.sort_by(|one, other| {
+        let by_step = one.step.total_cmp(&other.step);
+        by_step.then(one.rank_bytes.cmp(&other.rank_bytes))
+    });
+}
+
+/// The divisors of a number, ascending.
+fn divisors(number: usize) -> impl Iterator<Item = usize> {
+    (1..=number).filter(move |divisor| number.is_multiple_of(*divisor))
+}
+
+/// Sizes of a microbatch that divide the samples of a replica: powers of two, and the given size.
+fn microbatches(of_replica: usize, given: usize) -> impl Iterator<Item = usize> {
+    divisors(of_replica).filter(move |size| size.is_power_of_two() || *size == given)
+}
