@@ -193,7 +193,7 @@ pub use kind::Kind;
 pub use layout::{Layout, Part};
 pub use lock_file::{HeldFile, lies_at};
 #[cfg(feature = "graph")]
-pub use lora::{ADAPTER_NAMES, AdaptError, Adapted, adapt, is_adapter_name};
+pub use lora::{ADAPTER_NAMES, AdaptError, Adapted, UnmatchedTarget, adapt, is_adapter_name};
 pub use lora::{
     Adapter, FactorName, FactorRole, LoraConfig, extract_lora, has_lora, merge_lora, replace_lora,
     squares_of_outputs,

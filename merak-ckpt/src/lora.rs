@@ -18,6 +18,8 @@ mod graph;
 mod low_rank;
 mod merge;
 mod product;
+#[cfg(feature = "graph")]
+mod unmatched;
 
 pub(crate) use config::FILE as ADAPTER_CONFIG;
 pub use config::LoraConfig;
@@ -29,6 +31,8 @@ pub use graph::{ADAPTER_NAMES, AdaptError, Adapted, adapt, is_adapter_name};
 pub use merge::merge_lora;
 pub(crate) use merge::{copy_companions, merge_own};
 pub use product::squares_of_outputs;
+#[cfg(feature = "graph")]
+pub use unmatched::UnmatchedTarget;
 
 use crate::error::foreign;
 use crate::hf::{self, Family};

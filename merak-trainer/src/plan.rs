@@ -218,7 +218,7 @@ impl Plan {
         let draft = &self.draft;
         let traced = draft.model.trace(&options)?;
         let (family, lora) = (draft.info.family, draft.lora.clone());
-        let (mut adapted, _) = with_adapter(traced, lora, family, draft.kept)?;
+        let (mut adapted, ..) = with_adapter(traced, lora, family, draft.kept)?;
         forward.output.add_logits_to(&mut adapted)?;
         // Batches of evaluations and the positions of a decoding have any length: they pass whole.
         let passing_whole = |options: &Options| {

@@ -214,7 +214,7 @@ impl MerakTrainer {
     /// fresh ones.
     fn start(&mut self) -> Result<()> {
         if self.stages.mpu.is_rank_0() {
-            warnings::warn(&self.args, &self.stages.plan.draft.tensor);
+            warnings::warn(&self.args, &self.stages.plan.draft);
         }
         let resumed = match self.args.resume_from_checkpoint.clone() {
             Some(from) => self.resume(&from)?,

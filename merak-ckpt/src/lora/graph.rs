@@ -13,6 +13,7 @@
 use super::LoraConfig;
 use super::config::{InitWeights, Names, ends_with};
 use super::factor::{FactorRole, dropout_module};
+use super::unmatched::UnmatchedTarget;
 use merak_trace::fx::{Copied, Module, Symbol, extend};
 use merak_trace::op::{Class, WeightLayout};
 use merak_trace::{Beside, DType, Graph, Init, Node, Op, Param, ParamRole, models};
@@ -30,6 +31,8 @@ pub struct Adapted {
     pub config: LoraConfig,
     /// The layers that have an adapter, in the order of the graph.
     pub modules: Vec<String>,
+    /// The names in a list of targets that no layer has.
+    pub unmatched: Vec<UnmatchedTarget>,
 }
 
 /// Why a model cannot get an adapter.
@@ -139,8 +142,11 @@ pub fn adapt(
         let init = init.clone();
         return Err(AdaptError::Init { init });
     }
-    let config = with_defaults(config, model_type)?;
     let layers = layers(graph);
+    let names = names(&layers, no_layers(model_type));
+    // Not every model of a family has all of its default targets.
+    let unmatched = UnmatchedTarget::all(config.targets.as_ref(), &names);
+    let config = with_defaults(config, model_type)?;
     let chosen: Vec<_> = layers
         .iter()
         .filter(|layer| is_target(&config, layer))
@@ -185,6 +191,7 @@ pub fn adapt(
         graph: extended,
         config: written(&config, &chosen, &layers, &modules),
         modules,
+        unmatched,
     })
 }
 
@@ -265,6 +272,12 @@ fn no_layers(model_type: &str) -> &'static [&'static str] {
     models::family(model_type).map_or(&[], |family| family.without_adapter)
 }
 
+/// The names of the layers that can have an adapter.
+fn names<'a>(layers: &'a [Layer<'_>], no_layers: &[&str]) -> Vec<&'a str> {
+    let names = layers.iter().map(|layer| layer.module.as_str());
+    names.filter(|name| !no_layers.contains(name)).collect()
+}
+
 /// Checks that there are targets, and that every named module can be one.
 fn check_targets(
     graph: &Graph,
@@ -272,15 +285,11 @@ fn check_targets(
     layers: &[Layer<'_>],
     no_layers: &[&str],
 ) -> Result<(), AdaptError> {
-    let ends: BTreeSet<_> = layers
-        .iter()
-        .filter(|layer| !no_layers.contains(&layer.module.as_str()))
-        .map(|layer| layer.module.rsplit('.').next().unwrap_or_default())
-        .collect();
+    let names = names(layers, no_layers);
+    let ends = names.iter().filter_map(|name| name.rsplit('.').next());
+    let ends: BTreeSet<_> = ends.collect();
     let ends = ends.into_iter().collect::<Vec<_>>().join(", ");
-    let is_layer = |module: &str| {
-        layers.iter().any(|layer| layer.module == module) && !no_layers.contains(&module)
-    };
+    let is_layer = |module: &str| names.contains(&module);
     let modules = graph.params().iter();
     let modules = modules.filter_map(|param| param.name.strip_suffix(".weight"));
     let mut modules = modules.chain(no_layers.iter().copied());

@@ -355,7 +355,9 @@ impl Run<'_> {
     /// another run, only gets a warning.
     fn foresee(&self, config: &Config, memory: Result<()>) -> Outcome {
         let mut text = String::new();
-        for told in self.args.without_effect() {
+        let unmatched = &self.plan.draft.unmatched_targets;
+        let unmatched = unmatched.iter().map(ToString::to_string);
+        for told in self.args.without_effect().into_iter().chain(unmatched) {
             text += &output::fitted(&format!("warning: {told}"));
         }
         let checkpoint = MerakTrainer::check_checkpoint(&self.plan, &self.args, &self.parts())

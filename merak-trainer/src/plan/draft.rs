@@ -5,7 +5,7 @@ use crate::{
     error::{Error, PlanError, Result},
     plan::{BASE_NAME, CustomLoss, Lora, LossCount, LossFn, groups, loss::WithLoss},
 };
-use merak_ckpt::{AdaptError, LoraConfig, adapt};
+use merak_ckpt::{AdaptError, LoraConfig, UnmatchedTarget, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{SegmentOptions, Segments, segment};
 use merak_tp::{Choice, LayerLists, Options, Rewritten, Sequence, auto_lists, rewrite_with};
@@ -69,6 +69,8 @@ pub struct Draft {
     pub tensor: merak_tp::Report,
     /// The adapter that is trained in place of the model, if any.
     pub lora: Option<Lora>,
+    /// The names among the adapter's targets that no layer has.
+    pub unmatched_targets: Vec<UnmatchedTarget>,
     /// What a microbatch's loss is divided by.
     pub loss_count: LossCount,
     /// How it is split over the tensor axis.
@@ -123,7 +125,7 @@ impl Draft {
             .with_vocab(args.parallel_vocab.then_some(info.vocab_size))
             .with_sequence(sequence(args));
         let adapted = with_adapter(traced, inputs.lora.clone(), info.family, kept);
-        let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
+        let (graph, lora, unmatched_targets) = adapted.map_err(|error| of_file(error, args))?;
         groups::check(args, &graph)?;
         let mut rewritten = split_layers(&graph, &split, inputs, args)?;
         rewritten.report.choices = choices;
@@ -143,6 +145,7 @@ impl Draft {
             target_length: lengths.target,
             tensor: rewritten.report,
             lora,
+            unmatched_targets,
             loss_count: loss.map(|loss| loss.count).unwrap_or_default(),
             split,
             sequence,
@@ -244,24 +247,25 @@ fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
     }))
 }
 
-/// A model's graph with an adapter in it, and the adapter with its open fields filled in. The
-/// model's weights are kept in the type `kept`, if there is one; under an adapter the frozen ones.
+/// A model's graph with an adapter in it, the adapter with its open fields filled in, and those of
+/// its targets that no layer has. The model's weights are kept in the type `kept`, if there is one;
+/// under an adapter the frozen ones.
 pub(super) fn with_adapter(
     mut graph: Graph,
     lora: Option<Lora>,
     family: &str,
     kept: Option<DType>,
-) -> Result<(Graph, Option<Lora>)> {
+) -> Result<(Graph, Option<Lora>, Vec<UnmatchedTarget>)> {
     let Some(Lora { name, config }) = lora else {
         keep(&mut graph, kept, |_| true);
-        return Ok((graph, None));
+        return Ok((graph, None, Vec::new()));
     };
     let adapted = adapt(&graph, &config, &name, family)?;
     let (mut graph, config) = (adapted.graph, adapted.config);
     // Parameters that an adapter adds keep their type, trained or not.
     let is_of_base = |param: &Param| !param.trainable && param.beside.is_none();
     keep(&mut graph, kept, is_of_base);
-    Ok((graph, Some(Lora { name, config })))
+    Ok((graph, Some(Lora { name, config }), adapted.unmatched))
 }
 
 /// Has some parameters kept in a type, if there is one.

@@ -2,16 +2,15 @@
 
 use crate::{
     config::CheckedArguments,
-    plan::{kept_bytes, kept_under},
+    plan::{Draft, kept_bytes, kept_under},
 };
 use merak_partition::{ParamBytes, ParamSums};
-use merak_tp::Report;
 use merak_trace::{Units, backend::candle::Products};
 use merak_zero::ZeroConfig;
 
 /// Warns of what the arguments ask for in vain, and of what the split of layers over ranks costs;
 /// for the first rank.
-pub(super) fn warn(args: &CheckedArguments, split: &Report) {
+pub(super) fn warn(args: &CheckedArguments, draft: &Draft) {
     let (zero_stage, pp) = (u8::from(args.zero_stage), args.pp);
     let gradient_ranks = kept_bytes(args, args.replicas()).gradient.ranks;
     if gradient_ranks > 1 && pp > 1 {
@@ -21,7 +20,8 @@ pub(super) fn warn(args: &CheckedArguments, split: &Report) {
             "with several pipeline stages every microbatch is reduced apart: zero_stage 1 sends less"
         );
     }
-    for told in args.without_effect() {
+    let unmatched = draft.unmatched_targets.iter().map(ToString::to_string);
+    for told in args.without_effect().into_iter().chain(unmatched) {
         tracing::warn!("{told}");
     }
     if args.data.streaming && args.do_eval && args.eval_steps.is_none() {
@@ -42,7 +42,7 @@ pub(super) fn warn(args: &CheckedArguments, split: &Report) {
             "the adapter is trained beside weights that are drawn at random: \"model.hf_dir\" names a folder to start from"
         );
     }
-    if let Some(logits) = split.gathers.iter().find(|gather| gather.is_logits) {
+    if let Some(logits) = draft.tensor.gathers.iter().find(|gather| gather.is_logits) {
         tracing::warn!(
             "\"parallel_vocab\" splits the logits, but {} needs them whole: they are gathered, {} bytes a microbatch",
             logits.needed_by,

@@ -388,6 +388,21 @@ fn microbatches_of_one_sample_train_without_overlap_which_a_warning_says() {
 }
 
 #[test]
+fn a_target_of_an_adapter_that_no_layer_has_is_told_once() {
+    let place = Workplace::new();
+    let lora = r#"{"r": 2, "target_modules": ["c_attn", "c_fcc"]}"#;
+    place.write("lora.json", lora);
+    let line = "train merak.toml --max_steps 1 --tp 2 --lora_config lora.json";
+    let warning = "no layer is \"c_fcc\" of the `target_modules`; did you mean \"c_fc\"?";
+    let foreseen = place.succeed(&format!("{line} --dry-run"));
+    let foretold = format!("warning: {warning}");
+    assert_eq!(foreseen.matches(&foretold).count(), 1, "{foreseen}");
+    let ended = place.merak(line);
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches(warning).count(), 1, "{}", ended.stderr);
+}
+
+#[test]
 fn a_plan_names_the_schedule_that_would_be_faster_and_the_key_for_it() {
     let place = Workplace::new();
     let command = "train merak.toml --dry-run --pp 2 --gradient_accumulation_steps 2 --activation_checkpointing false";

@@ -697,6 +697,29 @@ fn targets_that_no_layer_has_are_told() {
 }
 
 #[test]
+fn a_target_that_no_layer_has_beside_others_is_told_with_the_nearest_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let told = |targets: Value| {
+        let lora = json!({ "target_modules": targets });
+        let plan = Case::gpt2().with_lora(folder.path(), &lora).plan();
+        let unmatched = plan.draft.unmatched_targets.iter();
+        unmatched
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join("\n")
+    };
+    insta::assert_snapshot!(told(json!(["c_attn", "c_fcc", "atn.c_proj", "nothing"])), @r#"
+    no layer is "c_fcc" of the `target_modules`; did you mean "c_fc"?
+    no layer is "atn.c_proj" of the `target_modules`; did you mean "attn.c_proj"?
+    no layer is "nothing" of the `target_modules`
+    "#);
+    let names = json!(["c_attn", "attn.c_proj", "transformer.h.3.mlp.c_fc"]);
+    for targets in [names, json!(".*c_attn"), json!("all-linear"), Value::Null] {
+        assert_eq!(told(targets.clone()), "", "{targets}");
+    }
+}
+
+#[test]
 fn a_run_in_which_everything_is_frozen_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let case = Case::gpt2().with_lora(folder.path(), &json!({ "inference_mode": true }));
