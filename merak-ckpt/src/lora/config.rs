@@ -12,6 +12,9 @@ use std::path::Path;
 /// Name of the file.
 pub(crate) const FILE: &str = "adapter_config.json";
 
+/// The targets that are all linear layers but the head.
+pub(super) const ALL_LINEAR: &str = "all-linear";
+
 /// How the factors of a new adapter start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum InitWeights {

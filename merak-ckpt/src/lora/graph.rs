@@ -13,7 +13,7 @@
 use super::LoraConfig;
 use super::config::{InitWeights, Names, ends_with};
 use super::factor::{FactorRole, dropout_module};
-use super::unmatched::UnmatchedTarget;
+use super::unmatched::{UnmatchedTarget, all_linear_hint};
 use merak_trace::fx::{Copied, Module, Symbol, extend};
 use merak_trace::op::{Class, WeightLayout};
 use merak_trace::{Beside, DType, Graph, Init, Node, Op, Param, ParamRole, models};
@@ -54,12 +54,16 @@ pub enum AdaptError {
         model_type: String,
     },
     /// No layer matches.
-    #[error("no layer is one of the `target_modules` {targets}: the model's layers are {layers}")]
+    #[error(
+        "no layer is one of the `target_modules` {targets}: the model's layers are {layers}{hint}"
+    )]
     NoTarget {
         /// What was asked for.
         targets: String,
         /// Ends of the names of the model's layers.
         layers: String,
+        /// The end of the message: `all-linear`, where that was probably meant.
+        hint: String,
     },
     /// Layers match, but another field takes them all out.
     #[error("`{field}` is {value}, which leaves none of the `target_modules` {targets}")]
@@ -315,6 +319,7 @@ fn check_targets(
             None => AdaptError::NoTarget {
                 targets,
                 layers: ends,
+                hint: all_linear_hint(&json["target_modules"]),
             },
         },
     )

@@ -1,8 +1,9 @@
 //! Names among the `target_modules` that no layer has.
 
-use super::config::{Names, ends_with};
+use super::config::{ALL_LINEAR, Names, ends_with};
 use crate::words::brief;
 use merak_mpu::names::{did_you_mean, nearest};
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fmt;
 
@@ -37,6 +38,22 @@ impl fmt::Display for UnmatchedTarget {
         let hint = did_you_mean(self.nearest.as_deref());
         let name = brief(&self.name);
         write!(f, "no layer is \"{name}\" of the `target_modules`{hint}")
+    }
+}
+
+/// What a message about targets that no layer is ends with: `all-linear`, which is no name in a
+/// list, where it was probably meant.
+pub(super) fn all_linear_hint(targets: &Value) -> String {
+    let meant = |name: &str| nearest(name, [ALL_LINEAR]);
+    match targets {
+        Value::Array(names) => {
+            let mut names = names.iter().filter_map(Value::as_str);
+            match names.find_map(meant) {
+                Some(text) => format!("; did you mean \"{text}\" in place of the list?"),
+                None => String::new(),
+            }
+        }
+        text => did_you_mean(text.as_str().and_then(meant)),
     }
 }
 

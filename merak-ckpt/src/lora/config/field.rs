@@ -1,6 +1,6 @@
 //! The fields of an `adapter_config.json`: their names, and how each value is read.
 
-use super::{InitWeights, Names, TrainedBias};
+use super::{ALL_LINEAR, InitWeights, Names, TrainedBias};
 use merak_mpu::names::{did_you_mean, nearest};
 use regex::Regex;
 use serde_json::{Value, json};
@@ -189,7 +189,7 @@ pub(super) fn strings(name: &str, value: &Value) -> Result<Vec<String>, String> 
 pub(super) fn names(name: &str, value: &Value) -> Result<Option<Names>, String> {
     Ok(Some(match value {
         Value::Null => return Ok(None),
-        Value::String(text) if text.eq_ignore_ascii_case("all-linear") => Names::AllLinear,
+        Value::String(text) if text.eq_ignore_ascii_case(ALL_LINEAR) => Names::AllLinear,
         Value::String(text) => Names::Pattern(regex(name, text, &format!("^(?:{text})$"))?),
         _ => Names::Listed(strings(name, value)?),
     }))

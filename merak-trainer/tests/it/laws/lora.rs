@@ -697,6 +697,30 @@ fn targets_that_no_layer_has_are_told() {
 }
 
 #[test]
+fn all_linear_that_is_misspelled_or_in_a_list_is_answered_with_how_it_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let hint = |targets: Value| {
+        let case = Case::gpt2().with_lora(folder.path(), &json!({ "target_modules": targets }));
+        let error = merak_trainer::chain(&case.try_plan().unwrap_err());
+        let (_, hint) = error.split_once("lm_head, wpe, wte").unwrap();
+        hint.to_owned()
+    };
+    for text in ["all_linear", "all-liner", "All-Linera"] {
+        assert_eq!(
+            hint(json!(text)),
+            "; did you mean \"all-linear\"?",
+            "{text}"
+        );
+    }
+    for list in [json!(["all-linear"]), json!(["nothing", "all_linear"])] {
+        let said = "; did you mean \"all-linear\" in place of the list?";
+        assert_eq!(hint(list.clone()), said, "{list}");
+    }
+    assert_eq!(hint(json!(["nothing"])), "");
+    assert_eq!(hint(json!("linear.*")), "");
+}
+
+#[test]
 fn a_target_that_no_layer_has_beside_others_is_told_with_the_nearest_name() {
     let folder = tempfile::tempdir().unwrap();
     let told = |targets: Value| {
