@@ -36,12 +36,15 @@ pub use unmatched::UnmatchedTarget;
 
 use crate::error::foreign;
 use crate::hf::{self, Family};
+use crate::words;
 use crate::{Checkpoint, Kind, Piece, Result, TensorEntry};
 use contents::Contents;
 use low_rank::{Expected, LowRank};
+use merak_mpu::names::did_you_mean;
 use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 
 /// An adapter for a certain base model.
@@ -123,23 +126,42 @@ impl<'a> Base<'a> {
     }
 }
 
-/// Refuses a folder or file of another program that is no adapter, with what it is.
+/// The folder, within that of a run, in which training leaves the adapter, or those that have names
+/// of their own.
+const OF_RUN: &str = "adapter";
+
+/// Refuses a folder or file that is no adapter, with what it is, and with the adapter of the run
+/// whose folder it is.
 fn check_is_adapter(path: &Path) -> Result<()> {
-    let is_other = !path.join(config::FILE).exists();
+    if path.join(config::FILE).exists() {
+        return Ok(());
+    }
+    let within = adapter_of_run(path);
     // The text after the colon says how to import a model.
-    let what = hf::what_it_is(path).filter(|_| is_other);
+    let what = hf::what_it_is(path);
     let what = what.map(|what| what.split_once(": ").map_or(what, |(what, _)| what));
-    match what {
+    match what.or(within.is_some().then_some("it is the folder of a run")) {
         Some(what) => Err(foreign(
             path,
             format!(
                 "{what}, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with {} and \
-                 adapter_model.safetensors",
-                config::FILE
+                 adapter_model.safetensors{}",
+                config::FILE,
+                did_you_mean(within.as_deref())
             ),
         )),
         None => Ok(()),
     }
+}
+
+/// The adapter in the folder of a run; of several, the first by name.
+fn adapter_of_run(run: &Path) -> Option<String> {
+    let folder = run.join(OF_RUN);
+    let named = fs::read_dir(&folder).into_iter().flatten();
+    let named = named.filter_map(|entry| Some(entry.ok()?.path()));
+    let is_adapter = |folder: &PathBuf| folder.join(config::FILE).is_file();
+    let found = named.chain([folder]).filter(is_adapter).min()?;
+    Some(words::file(&found))
 }
 
 impl Adapter {

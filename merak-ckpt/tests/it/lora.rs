@@ -245,6 +245,27 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
 }
 
 #[test]
+fn the_folder_of_a_run_in_place_of_its_adapter_is_answered_with_the_adapter() {
+    let run = tempfile::tempdir().unwrap();
+    let refusal_with = |adapter: &str| {
+        let folder = run.path().join(adapter);
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("adapter_config.json"), "{}").unwrap();
+        let (base, out) = (golden("hf/gpt2-safetensors"), run.path().join("merged"));
+        let error = merge_lora(base, run.path(), out, &ExportOptions::default()).unwrap_err();
+        assert!(error.is_user_error(), "{error}");
+        let text = error.to_string();
+        text.replace(&run.path().display().to_string(), "RUN")
+    };
+    let messages = ["adapter/sums", "adapter/a", "adapter"].map(refusal_with);
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    cannot read RUN: it is the folder of a run, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors; did you mean "RUN/adapter/sums"?
+    cannot read RUN: it is the folder of a run, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors; did you mean "RUN/adapter/a"?
+    cannot read RUN: it is the folder of a run, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors; did you mean "RUN/adapter"?
+    "#);
+}
+
+#[test]
 fn a_folder_with_content_is_not_merged_into() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("merged");

@@ -305,6 +305,7 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     assert_eq!(own, beside);
     let base = place.document(&format!("generate hf {line}"));
     assert_ne!(own, base);
+    insta::assert_snapshot!(place.mistake("generate hf --prompt every --adapter tuned"), @r#"error: cannot read tuned: it is the output folder of a run of Merak, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors; did you mean "tuned/adapter"?"#);
     // Another adapter, or none, takes its place.
     write_adapter(&place);
     let with = |model: &str, adapter: &str| {
