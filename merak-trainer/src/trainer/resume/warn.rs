@@ -160,6 +160,12 @@ fn warn_of_averages(args: &CheckedArguments, checkpoint: &Checkpoint) {
                 "the checkpoint has no averages of the weights: they start as its weights"
             );
         }
+        Some(_) if args.no_load_optim => {
+            tracing::warn!(
+                %path,
+                "\"no_load_optim\" leaves the checkpoint's averages of the weights out as well: they start as its weights"
+            );
+        }
         None if are_saved && !args.no_load_optim => {
             tracing::warn!(
                 %path,

@@ -186,6 +186,9 @@ fn averages_of_the_weights_are_evaluated_recorded_and_judged() {
     let dropped = "the checkpoint's averages of the weights are dropped";
     assert!(resume("").contains(dropped));
     assert!(!resume("--ema_decay 0.9").contains("averages of the weights"));
+    let anew = "\"no_load_optim\" leaves the checkpoint's averages of the weights out as well";
+    assert!(resume("--ema_decay 0.9 --no_load_optim").contains(anew));
+    assert!(!resume("--no_load_optim").contains("averages of the weights"));
     place.succeed("train merak.toml --overwrite_output_dir --max_steps 1");
     for line in [
         "evaluate merak.toml run --ema --tp 2",
