@@ -105,7 +105,7 @@ pub use search::{
     ExactOptions, Found, OneFOneB, RankMemory, Scheduled, SegmentBytes, SegmentCosts, StageLoad,
     StepTime, Stopped, autopipe, exact, lay_out,
 };
-pub use segment::{SegmentOptions, Segments, SplitRule, head_params, segment};
+pub use segment::{MovedPoint, SegmentOptions, Segments, SplitRule, head_params, segment};
 pub use stages::stages;
 
 #[cfg(doctest)]

@@ -23,7 +23,8 @@ pub struct SegmentOptions {
     pub target_segments: Option<usize>,
     /// For `layer_split`: module or parameter paths before which to cut, instead of the family's.
     ///
-    /// `{i}` stands for any number. Empty: the family's table.
+    /// `{i}` stands for any number. A point within a module of `leaf_modules` cuts behind that
+    /// module ([`MovedPoint`]). Empty: the family's table.
     pub split_points: Vec<String>,
     /// Modules that no cut enters, by their paths; `{i}` stands for any number.
     ///
@@ -136,7 +137,40 @@ pub enum SplitRule {
     LayerSplit {
         /// Modules and parameters at whose first node a segment begins.
         points: usize,
+        /// Those of the given points that lie within leaf modules.
+        moved: Vec<MovedPoint>,
     },
+}
+
+/// A point of [`SegmentOptions::split_points`] within a module of [`SegmentOptions::leaf_modules`];
+/// prints as a sentence.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct MovedPoint {
+    /// The point, as it was given.
+    pub point: String,
+    /// The first leaf module that it lies within, as it was given.
+    pub leaf: String,
+    /// The name of the node before which the cut is instead; unset where the model ends first, so
+    /// that there is no cut.
+    pub before: Option<String>,
+}
+
+impl fmt::Display for MovedPoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            point,
+            leaf,
+            before,
+        } = self;
+        write!(
+            f,
+            "the split point \"{point}\" lies within the leaf module \"{leaf}\": "
+        )?;
+        match before {
+            Some(node) => write!(f, "the cut is behind it, before \"{node}\""),
+            None => write!(f, "there is no cut, as the model ends with it"),
+        }
+    }
 }
 
 impl fmt::Display for SplitRule {
@@ -155,7 +189,7 @@ impl fmt::Display for SplitRule {
             Self::NearestMinDeps { valleys } => {
                 write!(f, "nearest_min_deps: {valleys} valleys of crossing values")
             }
-            Self::LayerSplit { points } => write!(f, "layer_split: {points} split points"),
+            Self::LayerSplit { points, .. } => write!(f, "layer_split: {points} split points"),
         }
     }
 }

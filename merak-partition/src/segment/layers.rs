@@ -1,15 +1,15 @@
 //! `layer_split`: cut before the first node of each layer.
 
 use super::{
-    SegmentOptions, SplitRule,
-    paths::{first_nodes, nearest},
+    MovedPoint, SegmentOptions, SplitRule,
+    paths::{first_nodes, modules, nearest},
 };
 use crate::{Error, Result, borders::Borders};
 use merak_trace::{
     Graph,
     models::{self, Family},
 };
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, ops::RangeInclusive};
 
 /// The bounds of the segments and the rule that made them.
 pub(super) fn cut(
@@ -25,13 +25,41 @@ pub(super) fn cut(
     let num_nodes = borders.num_nodes();
     let mut bounds = vec![0];
     let points = found.len();
+    // A layer whose first node stands before the end of an all-reduce begins after it.
+    let legal = |first: usize| (first..num_nodes).find(|&border| borders.legal[border]);
     for first in found {
-        // A layer whose first node stands before the end of an all-reduce begins after it.
-        let legal = (first..num_nodes).find(|&border| borders.legal[border]);
-        bounds.extend(legal.filter(|&border| border > bounds[bounds.len() - 1]));
+        bounds.extend(legal(first).filter(|&border| border > bounds[bounds.len() - 1]));
     }
     bounds.push(num_nodes);
-    Ok((bounds, SplitRule::LayerSplit { points }))
+    let moved = moved(graph, options, legal);
+    Ok((bounds, SplitRule::LayerSplit { points, moved }))
+}
+
+/// The given points that lie within leaf modules, with the border that is cut instead: for a point
+/// with `{i}`, that of the first number.
+fn moved(
+    graph: &Graph,
+    options: &SegmentOptions,
+    border: impl Fn(usize) -> Option<usize>,
+) -> Vec<MovedPoint> {
+    let mut leaves = Vec::new();
+    for name in &options.leaf_modules {
+        leaves.extend(modules(graph, name).into_iter().map(|nodes| (name, nodes)));
+    }
+    let moved = |point: &String| {
+        first_nodes(graph, point).into_iter().find_map(|first| {
+            let is_within =
+                |nodes: &RangeInclusive<usize>| *nodes.start() < first && first <= *nodes.end();
+            let (leaf, _) = leaves.iter().find(|(_, nodes)| is_within(nodes))?;
+            let node = border(first).map(|border| &graph.nodes()[border]);
+            Some(MovedPoint {
+                point: point.clone(),
+                leaf: (*leaf).clone(),
+                before: node.map(|node| node.name.to_string()),
+            })
+        })
+    };
+    options.split_points.iter().filter_map(moved).collect()
 }
 
 fn by_family(graph: &Graph, options: &SegmentOptions) -> Result<BTreeSet<usize>> {

@@ -1,12 +1,14 @@
 //! Segments and stages of real models.
 
+use insta::assert_snapshot;
 use merak_partition::{
     Partition, SegmentOptions, Segments, SplitMethod, SplitRule, StageMethod, recompute_plan,
     segment, stages,
 };
 use merak_trace::{
-    Graph, Op, RecomputePlan, StageProgram,
+    DType, Graph, Init, Op, RecomputePlan, StageProgram, TensorType, fx,
     models::{self, Model, TraceOptions},
+    op::WeightLayout,
 };
 use serde_json::json;
 
@@ -183,6 +185,77 @@ fn split_points_are_modules_or_parameters() {
         starts,
         ["transformer.wte", "transformer.h.1.mlp.c_fc", "lm_head"]
     );
+}
+
+/// What is told of given points that were moved.
+fn told(segments: &Segments) -> String {
+    let SplitRule::LayerSplit { moved, .. } = &segments.rule else {
+        return "another rule".to_owned();
+    };
+    let lines: Vec<_> = moved.iter().map(ToString::to_string).collect();
+    lines.join("\n")
+}
+
+#[test]
+fn a_given_point_within_a_leaf_cuts_behind_it_which_is_told() {
+    let model = gpt2(3);
+    let graph = trace(&*model);
+    let mut options =
+        SegmentOptions::for_model(&model.info(), 2).with_method(SplitMethod::LayerSplit);
+    // The third one is where a leaf begins.
+    options.split_points = [
+        "transformer.h.0.attn",
+        "transformer.h.1.mlp.c_proj",
+        "transformer.h.1.mlp.c_fc",
+        "transformer.h.2",
+    ]
+    .map(str::to_owned)
+    .to_vec();
+    assert_eq!(told(&segment(&graph, &options).unwrap()), "");
+    options.leaf_modules = ["transformer.h.0", "transformer.h.{i}.mlp"]
+        .map(str::to_owned)
+        .to_vec();
+    let segments = segment(&graph, &options).unwrap();
+    let starts: Vec<_> = (0..segments.len())
+        .map(|s| ends(&graph, &segments, s).0)
+        .collect();
+    assert_eq!(
+        starts,
+        [
+            "transformer.wte",
+            "transformer.h.1.ln_1",
+            "transformer.h.1.mlp.c_fc",
+            "transformer.h.1",
+            "transformer.h.2.ln_1"
+        ]
+    );
+    assert_snapshot!(told(&segments), @r#"
+    the split point "transformer.h.0.attn" lies within the leaf module "transformer.h.0": the cut is behind it, before "transformer.h.1.ln_1.layer_norm"
+    the split point "transformer.h.1.mlp.c_proj" lies within the leaf module "transformer.h.{i}.mlp": the cut is behind it, before "transformer.h.1.add_2"
+    "#);
+}
+
+#[test]
+fn a_given_point_within_a_leaf_that_the_model_ends_with_cuts_nothing_which_is_told() {
+    let graph = fx::trace(DType::F32, |root| {
+        let mut x = root.input("x", TensorType::new([2, 3], DType::F32));
+        for name in ["m.0", "m.1", "m.2"] {
+            let module = root.sub(name);
+            x = module.linear(&x, 3, WeightLayout::OutIn, false, Init::Normal(1.0))?;
+        }
+        root.output("y", &x);
+        Ok(())
+    });
+    let options = SegmentOptions {
+        split_points: vec!["m.{i}".to_owned()],
+        leaf_modules: vec!["m".to_owned()],
+        num_stages: 1,
+        ..SegmentOptions::default()
+    };
+    let options = options.with_method(SplitMethod::LayerSplit);
+    let segments = segment(&graph.unwrap(), &options).unwrap();
+    assert_eq!(segments.bounds, [0, 3]);
+    assert_snapshot!(told(&segments), @r#"the split point "m.{i}" lies within the leaf module "m": there is no cut, as the model ends with it"#);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::{environment, model::Loaded, output};
 use merak_ckpt::words::{Bytes, plain};
-use merak_partition::{ScheduleChoice, StepCosts};
+use merak_partition::{ScheduleChoice, SplitRule, StepCosts};
 use merak_trace::models::Objective;
 use merak_trainer::{
     CheckedArguments, Cluster, CostCache, CostModel, Degrees, FasterSchedule, FirstSteps, Plan,
@@ -198,6 +198,11 @@ impl Planned {
                 text,
                 "warning: the tensor-parallel pattern \"{unmatched}\" matches nothing"
             );
+        }
+        if let SplitRule::LayerSplit { moved, .. } = &self.plan.partition.segments.rule {
+            for point in moved {
+                let _ = writeln!(text, "warning: {point}");
+            }
         }
         if self.args.asks_for_recomputation() && self.plan.recomputes_nothing() {
             let _ = writeln!(

@@ -403,6 +403,21 @@ fn a_target_of_an_adapter_that_no_layer_has_is_told_once() {
 }
 
 #[test]
+fn a_split_point_within_a_leaf_module_is_told_with_the_cut_that_is_made() {
+    let place = Workplace::new();
+    let leaves = "--split_method layer_split --leaf_modules transformer.h.1";
+    let warnings = |points: &str| {
+        let line =
+            format!("train merak.toml --dry-run --pp 2 {leaves} --custom_split_points {points}");
+        let shown = place.succeed(&line);
+        let warnings = shown.lines().filter(|line| line.contains("split point \""));
+        warnings.map(str::to_owned).collect::<Vec<_>>().join("\n")
+    };
+    insta::assert_snapshot!(warnings("transformer.h.1.mlp,transformer.h.3"), @r#"warning: the split point "transformer.h.1.mlp" lies within the leaf module "transformer.h.1": the cut is behind it, before "transformer.h.2.ln_1.layer_norm""#);
+    assert_eq!(warnings("transformer.h.1,transformer.h.3"), "");
+}
+
+#[test]
 fn a_plan_names_the_schedule_that_would_be_faster_and_the_key_for_it() {
     let place = Workplace::new();
     let command = "train merak.toml --dry-run --pp 2 --gradient_accumulation_steps 2 --activation_checkpointing false";
