@@ -137,8 +137,9 @@ pub(super) fn find(
         return Ok(Some(found));
     }
     if let Some(folder) = &args.model.hf_dir {
-        let release = Checkpoint::open_weights(&folder.0)?;
-        check(&as_loaded(release, args, parts)?, plan, args, parts)?;
+        let release = as_loaded(Checkpoint::open_weights(&folder.0)?, args, parts)?;
+        let state = check(&release, plan, args, parts)?;
+        warn_of_checkpoint(plan, args, parts, state.as_ref(), &release);
     }
     Ok(None)
 }

@@ -43,7 +43,7 @@ pub(in crate::trainer) fn check(
                 flag: "no_load_rng",
             }));
         }
-        if let Some([saved, now]) = other_tokenizer(parts, state, checkpoint) {
+        if let Some([saved, now]) = other_tokenizer(parts, Some(state), checkpoint) {
             return Err(Error::Resume(ResumeError::OtherTokenizer {
                 path: path(),
                 saved: saved.to_string(),
@@ -327,19 +327,23 @@ pub(super) fn other_length(plan: &Plan, checkpoint: &Checkpoint) -> Option<[u64;
 
 /// The tokenizers of a checkpoint and of the run, where texts become other tokens than those that
 /// the weights have learned. The file in the checkpoint is the same one, also where another
-/// version of this program has written it.
+/// version of this program has written it; of a release it alone tells.
 pub(super) fn other_tokenizer(
     parts: &TrainerParts,
-    saved: &RunState,
+    saved: Option<&RunState>,
     checkpoint: &Checkpoint,
 ) -> Option<[TokenizerFingerprint; 2]> {
     let tokenizer = |data: Option<DataFingerprint>| data?.tokenizer;
-    let (saved, now) = (tokenizer(saved.data)?, tokenizer(parts.fingerprint)?);
-    if saved == now {
+    let now = tokenizer(parts.fingerprint)?;
+    let saved = match saved {
+        Some(saved) => Some(tokenizer(saved.data)?),
+        None => None,
+    };
+    if saved == Some(now) {
         return None;
     }
     let own = Tokenizer::from_file(&checkpoint.path().join("tokenizer.json"));
-    let own = own.and_then(|own| TokenizerFingerprint::of(&own));
-    let is_own = own.is_ok_and(|own| own == now);
-    (!is_own).then_some([saved, now])
+    let own = own.and_then(|own| TokenizerFingerprint::of(&own)).ok();
+    let saved = saved.or(own)?;
+    (own != Some(now)).then_some([saved, now])
 }

@@ -5,7 +5,10 @@ use super::{
     check::{other_length, other_tokenizer},
     fresh::Fresh,
 };
-use crate::{config::CheckedArguments, plan::Plan};
+use crate::{
+    config::{CheckedArguments, TokenizerSource},
+    plan::Plan,
+};
 use merak_ckpt::Checkpoint;
 use merak_zero::EMA;
 use serde_json::Value;
@@ -29,19 +32,28 @@ pub(in crate::trainer) fn warn_of_checkpoint(
         );
     }
     match saved {
-        Some(saved) if args.finetune => warn_of_tokenizer(parts, saved, checkpoint),
-        Some(saved) => {
+        Some(saved) if !args.finetune => {
             warn_of_data(plan, parts, saved, checkpoint);
             warn_of_batch(args, saved, checkpoint);
             warn_of_optimizer(args, checkpoint);
             warn_of_averages(args, checkpoint);
         }
-        None => {}
+        _ => warn_of_tokenizer(args, parts, saved, checkpoint),
     }
 }
 
 /// Warns where texts become other tokens than those that the weights have learned.
-fn warn_of_tokenizer(parts: &TrainerParts, saved: &RunState, checkpoint: &Checkpoint) {
+fn warn_of_tokenizer(
+    args: &CheckedArguments,
+    parts: &TrainerParts,
+    saved: Option<&RunState>,
+    checkpoint: &Checkpoint,
+) {
+    let own = checkpoint.path().join("tokenizer.json");
+    // Where no other one is set, a file of megabytes need not be read again.
+    if args.data.tokenizer == TokenizerSource::File(own) {
+        return;
+    }
     if let Some([saved, now]) = other_tokenizer(parts, saved, checkpoint) {
         tracing::warn!(
             path = %checkpoint.path().display(),
