@@ -232,7 +232,7 @@ fn json_lines<'a>(path: Arc<Path>, content: impl BufRead + Send + 'a) -> Parsed<
             return Ok(None);
         }
         let value: Value = serde_json::from_slice(line)
-            .map_err(|error| wrong(format!("the line is no JSON: {error}")))?;
+            .map_err(|error| wrong(format!("the line is no JSON: {}", at_column(&error))))?;
         let Value::Object(fields) = value else {
             return Err(wrong(format!("the line is {value}, expected an object")));
         };
@@ -244,6 +244,11 @@ fn json_lines<'a>(path: Arc<Path>, content: impl BufRead + Send + 'a) -> Parsed<
     };
     let lines = (1..).zip(content.split(b'\n'));
     Box::new(lines.map(parse).filter_map(Result::transpose))
+}
+
+/// What is wrong with the JSON of a line, and where in it: the file has another number for it.
+fn at_column(error: &serde_json::Error) -> String {
+    error.to_string().replace(" at line 1 ", " at ")
 }
 
 fn table<'a>(path: Arc<Path>, content: impl Read + Send + 'a, delimiter: u8) -> Result<Parsed<'a>> {
@@ -481,7 +486,7 @@ mod tests {
     #[test]
     fn a_line_that_is_no_record_is_named() {
         let read = |name, text, format| records(name, text, format).unwrap_err();
-        insta::assert_snapshot!(read("a.jsonl", "{}\n{\"a\": ", DataFormat::Jsonl), @"a.jsonl:2: the line is no JSON: EOF while parsing a value at line 1 column 6");
+        insta::assert_snapshot!(read("a.jsonl", "{}\n{\"a\": ", DataFormat::Jsonl), @"a.jsonl:2: the line is no JSON: EOF while parsing a value at column 6");
         insta::assert_snapshot!(read("a.jsonl", "[1]", DataFormat::Jsonl), @"a.jsonl:1: the line is [1], expected an object");
         insta::assert_snapshot!(read("a.csv", "text,label\na,1\nb\n", DataFormat::Csv), @"a.csv:3: CSV error: record 2 (line: 3, byte: 15): found record with 1 fields, but the previous record has 2 fields");
         insta::assert_snapshot!(read("a.csv", "text,label\n", DataFormat::Csv), @"no records in a.csv: csv needs a line with the names of the columns and a line for each record");
