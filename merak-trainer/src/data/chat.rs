@@ -176,9 +176,9 @@ impl ChatMaker<'_> {
         let (chat, completion) = chat_of(record)?;
         let template = self.template.ok_or_else(|| {
             record.wrong(
-                "a chat needs a template, and there is none beside the tokenizer (chat_template.jinja, or, where no \
-                 template has a file, \"chat_template\" in tokenizer_config.json) that is the default: set \
-                 \"data.chat_template\" to a file with one, or to the name of another"
+                "a chat needs a template, and none is set or found: set \"data.chat_template\" to the path of a Jinja \
+                 file, or put it beside tokenizer.json as chat_template.jinja; where templates there have names, and \
+                 none is called \"default\", set \"data.chat_template\" to one of these names"
                     .to_owned(),
             )
         })?;

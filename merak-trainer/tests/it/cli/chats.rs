@@ -169,7 +169,11 @@ fn chats_that_do_not_fit_are_named_by_file_and_line() {
     refused(
         talk(1),
         "--data.chat_template none",
-        &["chats.jsonl:1: ", "a chat needs a template"],
+        &[
+            "chats.jsonl:1: a chat needs a template, and none is set or found: ",
+            "set \"data.chat_template\" to the path of a Jinja file",
+            "or put it beside tokenizer.json as chat_template.jinja",
+        ],
     );
     refused(
         talk(1),
