@@ -26,6 +26,8 @@ pub(crate) struct Prepared {
     planned: Planned,
     /// The tokenizer, where there is text.
     pub(crate) tokenizer: Option<Tokenizer>,
+    /// Whether the data are chats of a template.
+    pub(crate) has_chats: bool,
     /// The text whose next tokens the model learns.
     pub(crate) corpus: Option<Corpus>,
     /// What the speed of the run is a share of, in the process of the first rank.
@@ -180,6 +182,7 @@ impl Prepared {
         let args = world.place(with_lengths(args, lengths)?);
         let inputs = ModelInputs::of(&*model.model, lengths)?;
         let (tokenizer, description) = (source.tokenizer.clone(), source.description.clone());
+        let has_chats = source.is_of_chats();
         let tokens = model.data_tokens(&args);
         let all = purpose != Purpose::Evaluate;
         let (datasets, corpus) = source.datasets(&inputs, &args, &tokens, all)?;
@@ -204,6 +207,7 @@ impl Prepared {
             corpus: corpus.filter(|_| planned.model.model.objective() == Objective::CausalLm),
             planned,
             tokenizer,
+            has_chats,
             peak: None,
             description,
             datasets,

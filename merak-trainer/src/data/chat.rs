@@ -160,6 +160,20 @@ pub(super) fn is_chat(record: &Record) -> bool {
     record.has("messages") || has_both
 }
 
+/// Whether a template makes the text of a chat: it has messages.
+pub(super) fn needs_template(record: &Record) -> bool {
+    plain_texts(record).is_none()
+}
+
+/// The prompt and the completion of a record, where both are plain texts.
+fn plain_texts(record: &Record) -> Option<[&str; 2]> {
+    if record.has("messages") {
+        return None;
+    }
+    let text = |name| record.field(name)?.as_str();
+    Some([text("prompt")?, text("completion")?])
+}
+
 impl ChatMaker<'_> {
     /// The tokens of a record.
     ///
@@ -167,10 +181,7 @@ impl ChatMaker<'_> {
     ///
     /// A record that has no chat, or one that the template refuses, by its file and line.
     pub(super) fn tokens(&self, record: &Record) -> Result<AnsweredTokens> {
-        if !record.has("messages")
-            && let (Some(Value::String(prompt)), Some(Value::String(completion))) =
-                (record.field("prompt"), record.field("completion"))
-        {
+        if let Some([prompt, completion]) = plain_texts(record) {
             return self.plain(prompt, completion);
         }
         let (chat, completion) = chat_of(record)?;

@@ -6,7 +6,7 @@ use merak_ckpt::words::Bytes;
 use merak_trace::models::{Objective, Visible};
 
 use super::{
-    chat::ChatTemplate,
+    chat::{self, ChatTemplate},
     corpus::{self, CRATES, Corpus},
     dataset::{Dataset, Subset},
     images::{ImageDataset, ImageFiles},
@@ -237,6 +237,18 @@ impl Content {
             Kind::Streamed(files) => files.kind == RecordKind::Text,
             _ => false,
         }
+    }
+
+    /// Whether the data are chats that a template makes texts of, as the first record shows.
+    pub(super) fn needs_template(&self) -> bool {
+        let first = match &self.kind {
+            Kind::Chats(records, ..) => records.iter().next(),
+            Kind::Streamed(files) if files.kind == RecordKind::Chats => {
+                files.texts.first_record().transpose()
+            }
+            _ => None,
+        };
+        first.is_some_and(|first| first.is_ok_and(|first| chat::needs_template(&first)))
     }
 
     /// The length of a sequence that files give.

@@ -152,6 +152,12 @@ impl Source {
         &self.parts[0].0
     }
 
+    /// Whether the data are chats that a template makes texts of, so that the model is asked as
+    /// [`ChatPrompts`](super::ChatPrompts) makes its prompts.
+    pub fn is_of_chats(&self) -> bool {
+        self.first().needs_template()
+    }
+
     /// The earlier tokens that a token sees in these data, which a model of the next token must be
     /// told ([`models::with_visible`](merak_trace::models::with_visible)): documents may stand side
     /// by side, or padding before the tokens. To padding after them no token attends.

@@ -76,10 +76,11 @@ impl Run<'_> {
     /// Adds how to use a saved model.
     fn advise_to_generate(&self, checkpoint: &Path, text: &mut String) {
         if self.plan.draft.model.objective() == Objective::CausalLm {
+            let chat = if self.has_chats { " --chat" } else { "" };
+            let checkpoint = file(checkpoint);
             let _ = writeln!(
                 text,
-                "continue  merak generate {} --prompt TEXT",
-                file(checkpoint)
+                "continue  merak generate {checkpoint}{chat} --prompt TEXT"
             );
         }
     }

@@ -117,7 +117,10 @@ fn only_answers_count() {
         json!({ "prompt": format!("<user>{i}?\n<assistant>"), "completion": answer })
     };
     place.write("chats.jsonl", &lines(plain));
-    assert_ne!(trained(&place, "--max_steps 1"), first, "another end");
+    let said = place.succeed("train merak.toml --overwrite_output_dir --max_steps 1");
+    assert_ne!(losses(&place), first, "another end");
+    // No template, and so no prompt of a chat.
+    assert!(said.contains("step-00000001 --prompt TEXT\n"), "{said}");
 }
 
 #[test]
@@ -185,7 +188,9 @@ fn chats_that_do_not_fit_are_named_by_file_and_line() {
 #[test]
 fn a_question_becomes_a_prompt_by_the_template_and_the_answer_alone_is_printed() {
     let place = place(&lines(talk));
-    place.succeed("train merak.toml --max_steps 40 --do_eval false");
+    let said = place.succeed("train merak.toml --max_steps 40 --do_eval false");
+    let advice = "continue  merak generate run/checkpoints/step-00000040 --chat --prompt TEXT\n";
+    assert!(said.contains(advice), "{said}");
     let ask = "generate run --temperature 0 --max-new-tokens 4";
     let chat = place.succeed(&format!("{ask} --chat --prompt 3?"));
     // The template's line breaks after an expression stay.
