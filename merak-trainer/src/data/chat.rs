@@ -9,6 +9,8 @@ mod template;
 
 use std::ops::Range;
 
+use merak_ckpt::words::brief;
+use merak_mpu::names::{did_you_mean, nearest};
 use serde_json::{Map, Value};
 
 use super::{
@@ -16,6 +18,7 @@ use super::{
     packed::{DOCUMENT_IDS, sequences},
     records::Record,
     sample_tensor::SampleTensor,
+    samples::Told,
     tokenizer::Tokenizer,
     translation::{filled, mask},
 };
@@ -26,6 +29,9 @@ pub(crate) use template::{Chat, ChatTemplate};
 
 /// The fields that records of chats have.
 const NEEDS: &str = "of chats need \"messages\", or \"prompt\" and \"completion\"";
+
+/// The roles that chats have.
+const ROLES: [&str; 5] = ["system", "user", "assistant", "tool", "developer"];
 
 /// A chat as tokens, with those that a model is to learn.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -152,6 +158,7 @@ pub(super) struct ChatMaker<'a> {
     pub(super) template: Option<&'a ChatTemplate>,
     /// The token after a completion of plain text.
     pub(super) end: Option<u32>,
+    pub(super) told: &'a Told,
 }
 
 /// Whether a record is a chat or an instruction.
@@ -198,8 +205,28 @@ impl ChatMaker<'_> {
             None => template.answered(&chat),
         };
         let answered = answered.map_err(|reason| record.wrong(reason))?;
+        self.warn_of_role(record, &chat.messages);
         let pieces = self.tokenizer.encode_pieces(&answered.text, false)?;
         Ok(AnsweredTokens::of(&pieces, &answered.answers))
+    }
+
+    /// Warns of the first role that is none of the usual ones: few templates refuse it, and the
+    /// message of an assistant that is mistyped is not learned.
+    fn warn_of_role(&self, record: &Record, messages: &[Value]) {
+        let mut roles = messages
+            .iter()
+            .filter_map(|message| message["role"].as_str());
+        if let Some(role) = roles.find(|role| !ROLES.contains(role))
+            && self.told.is_first("role")
+        {
+            tracing::warn!(
+                place = record.place(),
+                role = brief(role),
+                "a message has a role that is none of {}, and the chat template takes it{}",
+                ROLES.join(", "),
+                did_you_mean(nearest(role, ROLES))
+            );
+        }
     }
 
     /// A prompt and its completion as they stand, and the token that ends a text.

@@ -65,8 +65,7 @@ impl RecordKind {
 pub(super) struct FirstRecord {
     objective: Objective,
     shape: Option<&'static str>,
-    path: Arc<Path>,
-    line: u64,
+    place: String,
 }
 
 impl FirstRecord {
@@ -74,8 +73,7 @@ impl FirstRecord {
         Self {
             objective,
             shape: record.shape(objective),
-            path: Arc::clone(&record.path),
-            line: record.line,
+            place: record.place(),
         }
     }
 
@@ -88,9 +86,8 @@ impl FirstRecord {
     pub(super) fn check(&self, record: &Record) -> Result<()> {
         match (self.shape, record.shape(self.objective)) {
             (Some(first), Some(shape)) if first != shape => Err(record.wrong(format!(
-                "the record is {shape}, but the first one, {}:{}, is {first}: all must be of one kind",
-                file(&self.path),
-                self.line
+                "the record is {shape}, but the first one, {}, is {first}: all must be of one kind",
+                self.place
             ))),
             _ => Ok(()),
         }
@@ -390,6 +387,11 @@ impl Record {
         self.wrong(format!(
             "the record has no \"{name}\": it has {found}, but records {needs}"
         ))
+    }
+
+    /// Its file and line, as messages name them.
+    pub(super) fn place(&self) -> String {
+        format!("{}:{}", file(&self.path), self.line)
     }
 
     pub(crate) fn wrong(&self, reason: String) -> Error {

@@ -111,7 +111,8 @@ impl Cuts {
 pub(super) struct Told(Mutex<BTreeSet<&'static str>>);
 
 impl Told {
-    fn is_first(&self, what: &'static str) -> bool {
+    /// Whether this is to be told: it was not yet.
+    pub(super) fn is_first(&self, what: &'static str) -> bool {
         let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         told.insert(what)
     }
@@ -197,6 +198,7 @@ impl Maker<'_> {
             tokenizer,
             template,
             end: self.end(tokenizer).ok(),
+            told: &self.told,
         };
         let seq = self.model.lengths.input;
         let mut chats = Vec::with_capacity(records.len());

@@ -268,6 +268,7 @@ fn plain_completions_end_with_the_end_of_a_text() {
         tokenizer: &tokenizer,
         template: None,
         end: Some(256),
+        told: &Told::default(),
     };
     let tokens = maker.plain("ab", "c").unwrap();
     assert_eq!(tokens.ids, [97, 98, 99, 256]);

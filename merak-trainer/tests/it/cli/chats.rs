@@ -186,6 +186,30 @@ fn chats_that_do_not_fit_are_named_by_file_and_line() {
 }
 
 #[test]
+fn a_role_that_chats_do_not_have_is_told_once_with_its_place() {
+    let mistyped = |i: usize| {
+        let mut chat = talk(i);
+        if i > 1 {
+            let more = json!({ "role": "assitant", "content": "!" });
+            chat["messages"].as_array_mut().expect("a list").push(more);
+        }
+        chat
+    };
+    let place = place(&lines(mistyped));
+    let template = TEMPLATE.replace("not in ['user', 'assistant']", "== ''");
+    place.write("chat.jinja", &template);
+    for keys in ["", "--data.streaming true --do_eval false"] {
+        let line = format!("train merak.toml --overwrite_output_dir --max_steps 2 {keys}");
+        let ended = place.merak(&line);
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        let told = "a message has a role that is none of system, user, assistant, tool, developer, and the chat \
+            template takes it; did you mean \"assistant\"? place=\"chats.jsonl:3\" role=\"assitant\"";
+        assert!(ended.stderr.contains(told), "{keys}: {}", ended.stderr);
+        assert_eq!(ended.stderr.matches("has a role").count(), 1, "{keys}");
+    }
+}
+
+#[test]
 fn a_question_becomes_a_prompt_by_the_template_and_the_answer_alone_is_printed() {
     let place = place(&lines(talk));
     let said = place.succeed("train merak.toml --max_steps 40 --do_eval false");
