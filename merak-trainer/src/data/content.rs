@@ -119,7 +119,7 @@ impl Reader<'_> {
             }
             RecordKind::Samples => Kind::Records(records, tokenizer),
             RecordKind::Chats => {
-                let template = ChatTemplate::load(arguments)?;
+                let template = ChatTemplate::load(arguments, &tokenizer)?;
                 Kind::Chats(records, tokenizer, template.map(Box::new))
             }
         };
@@ -160,7 +160,7 @@ impl Reader<'_> {
         };
         texts.first = first.map(|first| FirstRecord::of(&first, self.objective));
         let template = match kind {
-            RecordKind::Chats => ChatTemplate::load(arguments)?,
+            RecordKind::Chats => ChatTemplate::load(arguments, &tokenizer)?,
             _ => None,
         };
         let named = input.map_or_else(|| CRATES.to_owned(), |input| input.describe());

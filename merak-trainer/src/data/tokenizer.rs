@@ -199,6 +199,27 @@ impl Tokenizer {
         }
     }
 
+    /// Whether a text can write the token of this name. No text can in the byte vocabulary.
+    pub(super) fn has(&self, name: &str) -> bool {
+        match &self.0 {
+            Kind::Bytes => false,
+            Kind::File { inner, .. } => inner.token_to_id(name).is_some(),
+        }
+    }
+
+    /// The token that a mistyped name probably means, among those that a file adds to its
+    /// vocabulary, such as `<|endoftext|>`.
+    pub(super) fn nearest_added(&self, name: &str) -> Option<String> {
+        let Kind::File { inner, .. } = &self.0 else {
+            return None;
+        };
+        let added = inner.get_added_tokens_decoder().into_values();
+        let mut names: Vec<_> = added.map(|token| token.content).collect();
+        // The first one counts on ties.
+        names.sort_unstable();
+        nearest(name, names.iter().map(String::as_str)).map(str::to_owned)
+    }
+
     /// The tokens that stand for the pieces that span corruption leaves out, in their order:
     /// `<extra_id_0>` and so on, as many as the vocabulary has.
     pub fn sentinels(&self) -> Vec<u32> {

@@ -6,10 +6,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use merak_ckpt::{Checksum, words::file};
+use merak_ckpt::{
+    Checksum,
+    words::{brief, file},
+};
+use merak_mpu::names::did_you_mean;
 use serde_json::{Map, Value, json};
 
-use super::ChatTemplate;
+use super::{ChatTemplate, Tokenizer};
 use crate::{
     config::{DataArguments, TemplateSource, TokenizerSource},
     error::{DataError, Error, Result},
@@ -72,9 +76,33 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// Files that cannot be read, a template that is none, and a name that no template has.
-    pub(crate) fn load(arguments: &DataArguments) -> Result<Option<Self>> {
-        Self::of(arguments.chat_template.as_ref(), folder(arguments))
+    /// Files that cannot be read, a template that is none or writes a special token that the
+    /// tokenizer does not have, and a name that no template has.
+    pub(crate) fn load(arguments: &DataArguments, tokenizer: &Tokenizer) -> Result<Option<Self>> {
+        let folder = folder(arguments);
+        let template = Self::of(arguments.chat_template.as_ref(), folder)?;
+        if let (Some(template), Some(folder)) = (&template, folder) {
+            template.check_tokens(tokenizer, &folder.join(CONFIG))?;
+        }
+        Ok(template)
+    }
+
+    /// Refuses a special token that would become the tokens of its text.
+    fn check_tokens(&self, tokenizer: &Tokenizer, config: &Path) -> Result<()> {
+        let mut written = self.written_tokens();
+        let Some((name, token)) = written.find(|(_, token)| !tokenizer.has(token)) else {
+            return Ok(());
+        };
+        let nearest = tokenizer.nearest_added(token);
+        Err(Error::Data(DataError::Tokenizer {
+            path: config.to_path_buf(),
+            message: format!(
+                "its \"{name}\" is \"{}\", which the chat template writes and the tokenizer {} does not have{}",
+                brief(token),
+                tokenizer.name(),
+                did_you_mean(nearest.as_deref())
+            ),
+        }))
     }
 
     /// The template beside a tokenizer, if there is one.

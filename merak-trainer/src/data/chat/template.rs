@@ -1,6 +1,6 @@
 //! Chat templates: Jinja as `apply_chat_template` of transformers renders it.
 
-use std::ops::Range;
+use std::{collections::BTreeSet, ops::Range};
 
 use minijinja::{
     Environment, Error, ErrorKind,
@@ -99,6 +99,21 @@ impl ChatTemplate {
             tool_use: tool_use.map(Box::new),
             ..self
         }
+    }
+
+    /// The special tokens that this template, or that of chats with tools, may write: the name and
+    /// the text of each.
+    pub(super) fn written_tokens(&self) -> impl Iterator<Item = (&str, &str)> {
+        let names = |template: &Self| {
+            let chat = template.environment.get_template("chat");
+            let names = chat.map(|chat| chat.undeclared_variables(false));
+            names.unwrap_or_default()
+        };
+        let templates = [Some(self), self.tool_use.as_deref()];
+        let names: BTreeSet<_> = templates.into_iter().flatten().flat_map(names).collect();
+        let tokens = self.special_tokens.iter();
+        let tokens = tokens.filter(move |(name, _)| names.contains(*name));
+        tokens.filter_map(|(name, text)| Some((name.as_str(), text.as_str()?)))
     }
 
     /// The template for a chat.

@@ -243,6 +243,33 @@ fn a_checkpoint_takes_the_templates_in_use_along() {
 }
 
 #[test]
+fn a_special_token_that_a_template_writes_and_its_tokenizer_lacks_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    std::fs::write(&path, golden_tokenizer().to_json().unwrap()).unwrap();
+    let tokenizer = Tokenizer::from_file(&path).unwrap();
+    let arguments = DataArguments {
+        tokenizer: TokenizerSource::File(path),
+        ..DataArguments::default()
+    };
+    let refused = |end: &str, template: &str| {
+        let config = json!({ "eos_token": end, "chat_template": template });
+        let path = folder.path().join("tokenizer_config.json");
+        std::fs::write(path, config.to_string()).unwrap();
+        let error = ChatTemplate::load(&arguments, &tokenizer).err()?;
+        assert!(error.is_user_error());
+        let place = format!("{}/", folder.path().display());
+        Some(error.to_string().replace(&place, ""))
+    };
+    assert_eq!(refused("<|im_end|>", "{{ eos_token }}"), None);
+    assert_eq!(refused("<|im_edn|>", "it writes none"), None);
+    let mistyped = refused("<|im_edn|>", "{% if tools %}{{ eos_token }}{% endif %}");
+    insta::assert_snapshot!(mistyped.unwrap(), @r#"cannot use the tokenizer tokenizer_config.json: its "eos_token" is "<|im_edn|>", which the chat template writes and the tokenizer tokenizer.json does not have; did you mean "<|im_end|>"?"#);
+    let unlike = refused("stop", "{{ eos_token }}").unwrap();
+    assert!(unlike.ends_with("does not have"), "{unlike}");
+}
+
+#[test]
 fn templates_that_are_none_or_never_end_are_refused() {
     let none = |source: &str| ChatTemplate::new(source, Map::new()).unwrap_err();
     assert!(none("{% if %}").starts_with("the chat template fails in line"));
