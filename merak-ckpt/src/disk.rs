@@ -3,7 +3,7 @@
 use crate::error::{Damage, Problem, foreign, io_error};
 use crate::manifest::FileEntry;
 use crate::words::{self, beyond};
-use crate::{Error, Result};
+use crate::{Error, Result, path_hint};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
@@ -208,7 +208,8 @@ pub(crate) fn read_json(path: &Path) -> Result<Value> {
 
 /// The content of a JSON file of at most `limit` bytes.
 pub(crate) fn parsed<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
-    let text = read_small(path, limit)?.ok_or_else(|| foreign(path, "the file is missing"))?;
+    let missing = || foreign(path, format!("the file is missing{}", path_hint(path)));
+    let text = read_small(path, limit)?.ok_or_else(missing)?;
     serde_json::from_slice(&text).map_err(|error| foreign(path, error.to_string()))
 }
 

@@ -38,10 +38,12 @@ pub enum Error {
         source: BoxError,
     },
     /// Nothing lies at the path.
-    #[error("no checkpoint at {}: the path {}", file(path), if path.as_os_str().is_empty() { "is empty" } else { "does not exist" })]
+    #[error("no checkpoint at {}: the path {}{hint}", file(path), if path.as_os_str().is_empty() { "is empty" } else { "does not exist" })]
     NotFound {
         /// The path.
         path: PathBuf,
+        /// What [`path_hint`](fn@crate::path_hint) says about it.
+        hint: String,
     },
     /// Something lies where a result was to go.
     #[error(

@@ -37,7 +37,7 @@ use crate::region::num_elements;
 use crate::rewrite::DEFAULT_MAX_MEMORY;
 use crate::{
     Checkpoint, Checksum, DType, Error, Header, Kind, Manifest, Piece, Result, SliceEntry,
-    TensorEntry, format,
+    TensorEntry, format, path_hint,
 };
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -332,13 +332,15 @@ impl HfFolder {
 }
 
 fn check_is_folder(path: &Path) -> Result<()> {
-    let reason = match fs::metadata(path) {
+    Err(match fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => return Ok(()),
-        Ok(_) => what_it_is(path).unwrap_or("it is no folder"),
-        Err(error) if error.kind() == ErrorKind::NotFound => "the folder does not exist",
-        Err(error) => return Err(io_error("look at", path)(error)),
-    };
-    Err(foreign(path, reason))
+        Ok(_) => foreign(path, what_it_is(path).unwrap_or("it is no folder")),
+        Err(error) if error.kind() == ErrorKind::NotFound => foreign(
+            path,
+            format!("the folder does not exist{}", path_hint(path)),
+        ),
+        Err(error) => io_error("look at", path)(error),
+    })
 }
 
 /// Refuses a folder of another program that lacks the needed file, with what the folder is.

@@ -151,6 +151,7 @@ mod lora;
 mod manifest;
 mod output;
 mod parse_bytes;
+mod path_hint;
 mod pending;
 mod plan;
 mod read;
@@ -200,6 +201,7 @@ pub use lora::{
 };
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
 pub use parse_bytes::{BadByteSize, parse_byte_size};
+pub use path_hint::path_hint;
 pub use pending::{Look, PendingShard, Staging};
 pub use plan::Stages;
 pub use region::Region;

@@ -2,7 +2,7 @@
 
 use crate::error::{Damage, foreign, io_error};
 use crate::hf::what_of_others;
-use crate::{Checkpoint, Error, Result, Store, format};
+use crate::{Checkpoint, Error, Result, Store, format, path_hint};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -15,6 +15,7 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
     let metadata = fs::metadata(path).map_err(|error| match error.kind() {
         ErrorKind::NotFound => Error::NotFound {
             path: path.to_owned(),
+            hint: path_hint(path),
         },
         _ => io_error("look at", path)(error),
     })?;

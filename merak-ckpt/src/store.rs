@@ -2,7 +2,7 @@
 
 use crate::disk::{Lock, create_folders, read_small, remove, rename, sync_folder, write_synced};
 use crate::error::{WithCauses, foreign, io_error};
-use crate::{Checkpoint, Draft, Error, Result, format};
+use crate::{Checkpoint, Draft, Error, Result, format, path_hint};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -135,7 +135,8 @@ impl Store {
         };
         let path = self.path_of(step);
         if !path.exists() {
-            return Err(Error::NotFound { path });
+            let hint = path_hint(&path);
+            return Err(Error::NotFound { path, hint });
         }
         self.write_pointer(format::BEST, step)
     }

@@ -16,7 +16,10 @@ pub use self::{
     config::ConfigError, data::DataError, folder::FolderError, plan::PlanError,
     resume::ResumeError, words::StepPart,
 };
-use merak_ckpt::words::{brief, file, sentence};
+use merak_ckpt::{
+    path_hint,
+    words::{brief, file, sentence},
+};
 use merak_pipe::Action;
 use std::{
     io,
@@ -283,7 +286,7 @@ impl Error {
     pub fn reading(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
         move |source| Self::Read {
             path: path.to_owned(),
-            source,
+            source: with_hint(source, path),
         }
     }
 
@@ -292,7 +295,7 @@ impl Error {
         move |source| Self::ReadInput {
             key,
             path: path.to_owned(),
-            source,
+            source: with_hint(source, path),
         }
     }
 
@@ -302,6 +305,18 @@ impl Error {
             path: path.to_owned(),
             source,
         }
+    }
+}
+
+/// The system's reason, and where nothing lies at the path, what may be meant.
+fn with_hint(source: io::Error, path: &Path) -> io::Error {
+    let kind = source.kind();
+    if kind != io::ErrorKind::NotFound {
+        return source;
+    }
+    match path_hint(path) {
+        hint if hint.is_empty() => source,
+        hint => io::Error::new(kind, format!("{source}{hint}")),
     }
 }
 

@@ -583,6 +583,15 @@ fn mistakes_end_with_status_two_and_one_message() {
         );
     }
     insta::assert_snapshot!(run(folder.path(), &["verify", "nowhere"]).2, @"merak-ckpt: no checkpoint at nowhere: the path does not exist");
+    fs::create_dir(folder.path().join("quickstart")).unwrap();
+    let lost = ["verify quikstart", "import-hf quikstart/hf to"].map(|line| {
+        let words: Vec<_> = line.split(' ').collect();
+        run(folder.path(), &words).2
+    });
+    insta::assert_snapshot!(lost.concat(), @r#"
+    merak-ckpt: no checkpoint at quikstart: the path does not exist; did you mean "quickstart"?
+    merak-ckpt: cannot read quikstart/hf: the folder does not exist; there is no folder quikstart; did you mean "quickstart"?
+    "#);
 }
 
 #[test]

@@ -227,7 +227,7 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
         refusal(gpt2, parts[2].path()),
     ];
     insta::assert_snapshot!(messages.join("\n"), @"
-    cannot read LORA/adapter_config.json: the file is missing
+    cannot read LORA/adapter_config.json: the file is missing; there is no folder LORA
     cannot read LORA/adapter_model.safetensors: the base has no parameter for `transformer.h.0.attn.c_attn.weight`
     cannot read LORA/adapter_model.safetensors: the base has no parameter for `model.layers.0.mlp.down_proj.weight`
     cannot read LORA: merged with it, `transformer.h.0.mlp.c_proj.weight` is not finite

@@ -2,7 +2,6 @@
 
 use super::words::{other_length, saved_with};
 use merak_ckpt::words::file;
-use merak_mpu::names::did_you_mean;
 use std::path::PathBuf;
 
 /// Why a run cannot go on from a checkpoint.
@@ -28,15 +27,12 @@ pub enum ResumeError {
         saved: Option<String>,
     },
     /// There is no checkpoint where a run was to resume.
-    #[error(
-        "{reason}, expected a checkpoint, an output folder, latest or auto{}",
-        did_you_mean(nearest.as_deref())
-    )]
+    #[error("{reason}, expected a checkpoint, an output folder, latest or auto{hint}")]
     NoCheckpoint {
         /// What is wrong.
         reason: Box<merak_ckpt::Error>,
-        /// The most similar word.
-        nearest: Option<String>,
+        /// The end of the message, which names the nearest word, checkpoint or path.
+        hint: String,
     },
     /// A checkpoint holds other tensors than the model.
     #[error("the checkpoint {} is of another model: {difference}", file(path))]

@@ -20,10 +20,11 @@ use merak_ckpt::{
     Checkpoint, Error as CkptError, LoraConfig, Store,
     format::{CHECKPOINTS, parse_step_name},
 };
-use merak_mpu::names::nearest;
+use merak_mpu::names::{did_you_mean, nearest};
 use serde_json::Value;
 use std::{
     collections::VecDeque,
+    mem,
     path::{Path, PathBuf},
 };
 
@@ -144,16 +145,19 @@ pub(super) fn find(
     Ok(None)
 }
 
-/// Adds the nearest of these words, or of the checkpoints, to an error that a path does not exist.
+/// Adds the nearest of these words, or of the checkpoints, to an error that a path does not exist;
+/// where neither is near, the error's own hint stays.
 pub(super) fn with_words(error: Error, from: &str, args: &CheckedArguments) -> Error {
     match error {
-        Error::Checkpoint(reason)
-            if matches!(*reason, CkptError::NotFound { .. })
-                && !OWN_CHECKPOINTS.contains(&from) =>
-        {
+        Error::Checkpoint(mut reason) if !OWN_CHECKPOINTS.contains(&from) => {
+            let CkptError::NotFound { hint, .. } = &mut *reason else {
+                return Error::Checkpoint(reason);
+            };
+            let of_path = mem::take(hint);
             let word = nearest(from, OWN_CHECKPOINTS).map(Into::into);
-            let nearest = word.or_else(|| nearest_step(Path::new(from), args));
-            Error::Resume(ResumeError::NoCheckpoint { reason, nearest })
+            let known: Option<String> = word.or_else(|| nearest_step(Path::new(from), args));
+            let hint = known.map_or(of_path, |name| did_you_mean(Some(&name)));
+            Error::Resume(ResumeError::NoCheckpoint { reason, hint })
         }
         other => other,
     }

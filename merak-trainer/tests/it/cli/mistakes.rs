@@ -120,6 +120,21 @@ fn missing_and_unusable_files_are_named() {
 }
 
 #[test]
+fn a_path_that_is_not_there_is_told_with_its_nearest_neighbour() {
+    let place = Workplace::new();
+    place.write("runs/quickstart/notes", "");
+    let train = |keys: &str| place.mistake(&format!("train merak.toml {keys}"));
+    assert_snapshot!(train("--data.path txt"), @r#"error: cannot read txt, which "data.path" names (command line --data.path): No such file or directory (os error 2); did you mean "text"?"#);
+    assert_snapshot!(train("--data.validation_path text/a.text"), @r#"error: cannot read text/a.text, which "data.validation_path" names (command line --data.validation_path): No such file or directory (os error 2); did you mean "text/a.txt"?"#);
+    assert_snapshot!(train("--model.config modle.json"), @r#"error: cannot read modle.json, which "model.config" names (command line --model.config): No such file or directory (os error 2); did you mean "model.json"?"#);
+    assert_snapshot!(train("--model.config none --model.hf_dir runs/quikstart"), @r#"error: cannot read runs/quikstart/config.json, which "model.hf_dir" names (command line --model.hf_dir): No such file or directory (os error 2); there is no folder runs/quikstart; did you mean "runs/quickstart"?"#);
+    assert_snapshot!(train("--data.tokenizer modle.json"), @r#"error: cannot read modle.json, which "data.tokenizer" names (command line --data.tokenizer): No such file or directory (os error 2); did you mean "model.json"?"#);
+    assert_snapshot!(train("--resume runs/quikstart"), @r#"error: no checkpoint at runs/quikstart: the path does not exist, expected a checkpoint, an output folder, latest or auto; did you mean "runs/quickstart"? ("resume_from_checkpoint", command line --resume)"#);
+    assert_snapshot!(place.mistake("train merk.toml"), @r#"error: cannot read merk.toml: No such file or directory (os error 2); did you mean "merak.toml"?"#);
+    assert_snapshot!(place.mistake("generate runs/quikstart --prompt a"), @r#"error: no checkpoint at runs/quikstart: the path does not exist; did you mean "runs/quickstart"?"#);
+}
+
+#[test]
 fn checkpoints_that_do_not_fit_are_refused() {
     let place = Workplace::new();
     place.succeed("train merak.toml --max_steps 2");
@@ -166,7 +181,7 @@ fn generation_options_are_checked() {
     place.succeed("train merak.toml --max_steps 1");
     let generate = |options: &str| place.mistake(&format!("generate run {options}"));
     assert_snapshot!(generate("--prompt-ids 5,x"), @r#"error: "x" is no token id: write ids as 5,17,3"#);
-    assert_snapshot!(generate("--prompt-ids 5 --adapter nowhere"), @"error: cannot read nowhere/adapter_config.json: the file is missing");
+    assert_snapshot!(generate("--prompt-ids 5 --adapter nowhere"), @"error: cannot read nowhere/adapter_config.json: the file is missing; there is no folder nowhere");
     assert_snapshot!(generate("--prompt-ids 5 --top-p 2"), @r#"error: "top_p" is 2 (command line --top-p), but must be more than 0 and at most 1"#);
     assert_snapshot!(generate("--prompt-ids 5 --temperature -1"), @r#"error: "temperature" is -1 (command line --temperature), but must be at least 0"#);
     assert_snapshot!(generate("--prompt-ids 5 --min-p -1"), @r#"error: "min_p" is -1 (command line --min-p), but must be from 0 to 1"#);
@@ -502,7 +517,7 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
     assert_snapshot!(train("--data.format jsonl"), @r#"error: text/a.txt:1: the line is no JSON: expected value at column 1 ("data.format", command line --data.format)"#);
     assert_snapshot!(train("--resume lastest"), @r#"error: no checkpoint at lastest: the path does not exist, expected a checkpoint, an output folder, latest or auto; did you mean "latest"? ("resume_from_checkpoint", command line --resume)"#);
     assert_snapshot!(train("--data.tokenizer bytess"), @r#"error: cannot use the tokenizer bytess: there is no such file; did you mean "bytes"? ("data.tokenizer", command line --data.tokenizer)"#);
-    assert_snapshot!(train("--resume ../run"), @r#"error: no checkpoint at ../run: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line --resume)"#);
+    assert_snapshot!(train("--resume text/run"), @r#"error: no checkpoint at text/run: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line --resume)"#);
     place.write("long.toml", "output_dir = \"run\"\nseq_length = 64\nmodel.config = \"model.json\"\ndata.path = \"text\"\n");
     assert_snapshot!(place.mistake("train long.toml --dry-run"), @r#"error: "n_positions" of the model's configuration allows sequences of 1 to 32 tokens, not 64 ("seq_length", long.toml:2)"#);
     // No system takes such a name.
