@@ -57,6 +57,7 @@ use crate::{
 use merak_mpu::{Group, Mpu};
 use merak_partition::PartitionReport;
 use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
+use merak_trace::models::ModelInfo;
 use merak_zero::UpdateRule;
 use std::{
     collections::BTreeMap,
@@ -258,6 +259,16 @@ impl MerakTrainer {
         }
         let known: Vec<_> = known.iter().map(String::as_str).collect();
         Err(name.unknown(&known))
+    }
+
+    /// Checks, before any data are read, that the checkpoint is there from which the arguments go
+    /// on, and that its header is of a model of these sizes; `auto` needs none. The rest takes a
+    /// plan and data: [`MerakTrainer::check_checkpoint`].
+    ///
+    /// # Errors
+    /// When the checkpoint is missing, cannot be opened, or is of another model.
+    pub fn expect_checkpoint(args: &CheckedArguments, model: &ModelInfo) -> Result<()> {
+        resume::expect(args, model)
     }
 
     /// The checkpoint that a run with these arguments and parts would go on from, checked to the

@@ -107,8 +107,9 @@ impl Prepared {
     /// # Communication
     /// Between processes, what agrees on failures, and shares the measured costs.
     pub(crate) fn to_train(config: &Config, dry_run: bool, world: &World) -> Result<Self> {
+        let begun = begin(config, world)?;
         let prepare = || {
-            let prepared = Self::new(config, Purpose::Train, world)?;
+            let prepared = Self::new(config, begun, Purpose::Train, world)?;
             // Checked before costs are measured, which takes a while. A dry run reports another run
             // below its plan.
             if world.has_first() {
@@ -153,7 +154,8 @@ impl Prepared {
     /// # Communication
     /// Between processes, what agrees on failures.
     pub(crate) fn to_evaluate(config: &Config, world: &World) -> Result<Self> {
-        prepared_alike(Self::new(config, Purpose::Evaluate, world), config, world)
+        let prepared = Self::new(config, begin(config, world)?, Purpose::Evaluate, world);
+        prepared_alike(prepared, config, world)
     }
 
     /// Prepares a forward of all the data, which then count as the validation part.
@@ -161,17 +163,20 @@ impl Prepared {
     /// # Communication
     /// As [`Prepared::to_evaluate`].
     pub(crate) fn to_predict(config: &Config, world: &World) -> Result<Self> {
-        prepared_alike(Self::new(config, Purpose::Predict, world), config, world)
+        let prepared = Self::new(config, begin(config, world)?, Purpose::Predict, world);
+        prepared_alike(prepared, config, world)
     }
 
-    fn new(config: &Config, purpose: Purpose, world: &World) -> Result<Self> {
-        let checked = config.check()?;
-        let mut model = Loaded::of(&checked)?;
-        let mut args = with_tokenizer(model.complete(checked)?)?;
+    fn new(
+        config: &Config,
+        (args, mut model): (CheckedArguments, Loaded),
+        purpose: Purpose,
+        world: &World,
+    ) -> Result<Self> {
+        let mut args = with_tokenizer(args)?;
         if purpose == Purpose::Predict {
             args = one_by_one(args)?;
         }
-        check_unused(config, &*model.model)?;
         let crates = environment::crate_sources(config.file());
         let source = Source::load(&args.data, &*model.model, &crates)?;
         if model.model.objective() == Objective::CausalLm {
@@ -302,6 +307,25 @@ impl Prepared {
         });
         training.into_iter().chain(evaluation).collect()
     }
+}
+
+/// The complete arguments and their model, if every process has them. What is wrong with the model,
+/// or with the checkpoint to go on from, is found before the data, which may take minutes to read.
+///
+/// # Communication
+/// Between processes, as [`World::agree`]. The first rank looks for the checkpoint, as in the run.
+fn begin(config: &Config, world: &World) -> Result<(CheckedArguments, Loaded)> {
+    let read = || {
+        let checked = config.check()?;
+        let model = Loaded::of(&checked)?;
+        let args = model.complete(checked)?;
+        check_unused(config, &*model.model)?;
+        if world.has_first() {
+            MerakTrainer::expect_checkpoint(&args, &model.model.info())?;
+        }
+        Ok((args, model))
+    };
+    world.agree(read().map_err(|error| config.locate(error)))
 }
 
 /// What this process has prepared, if all processes have prepared the same.

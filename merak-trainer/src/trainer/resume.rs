@@ -6,6 +6,7 @@ mod fresh;
 mod warn;
 
 pub(super) use check::check;
+use check::check_sizes;
 pub(super) use fresh::{Fresh, stored_name};
 pub(super) use warn::{warn_of_checkpoint, warn_of_seeds};
 
@@ -21,6 +22,7 @@ use merak_ckpt::{
     format::{CHECKPOINTS, parse_step_name},
 };
 use merak_mpu::names::{did_you_mean, nearest};
+use merak_trace::models::ModelInfo;
 use serde_json::Value;
 use std::{
     collections::VecDeque,
@@ -143,6 +145,24 @@ pub(super) fn find(
         warn_of_checkpoint(plan, args, parts, state.as_ref(), &release);
     }
     Ok(None)
+}
+
+/// Checks what can be told of the checkpoint that a run must go on from before there are data and a
+/// plan: that it is there, and that its header is of a model of these sizes. `auto` needs none.
+///
+/// # Errors
+/// When it is missing, damaged as far as opening it tells, or of another model.
+pub(super) fn expect(args: &CheckedArguments, model: &ModelInfo) -> Result<()> {
+    let from = args.resume_from_checkpoint.as_deref();
+    let Some(from) = from.filter(|from| *from != AUTO) else {
+        return Ok(());
+    };
+    let opened = Candidates::new(from, || args.run_folder())?.next();
+    match opened.transpose() {
+        Ok(Some(checkpoint)) => check_sizes(&checkpoint, model),
+        Ok(None) => Ok(()),
+        Err(error) => Err(with_words(error, from, args)),
+    }
 }
 
 /// Adds the nearest of these words, or of the checkpoints, to an error that a path does not exist;

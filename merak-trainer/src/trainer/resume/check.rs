@@ -13,7 +13,7 @@ use crate::{
     plan::{ParamGroups, Plan},
 };
 use merak_ckpt::{Checkpoint, Kind, LoraConfig, Manifest};
-use merak_trace::Param;
+use merak_trace::{Param, models::ModelInfo};
 use merak_zero::{EMA, OptimizerKind};
 use std::collections::BTreeSet;
 
@@ -56,6 +56,31 @@ pub(in crate::trainer) fn check(
         check_position(checkpoint, plan, args, parts, state)?;
     }
     Ok(state)
+}
+
+/// Compares the sizes that a checkpoint's header has of its model with those of a model that is not
+/// planned yet. A release has none, and may be of another size.
+pub(super) fn check_sizes(checkpoint: &Checkpoint, model: &ModelInfo) -> Result<()> {
+    let header = &checkpoint.manifest().header;
+    if header.state.is_null() {
+        return Ok(());
+    }
+    let sizes = [
+        ("num_layers", model.num_layers),
+        ("hidden_size", model.hidden_size),
+        ("vocab_size", model.vocab_size),
+    ];
+    for (name, now) in sizes {
+        if let Some(saved) = header.model[name].as_u64()
+            && saved != now as u64
+        {
+            return Err(Error::Resume(ResumeError::OtherModel {
+                path: checkpoint.path().to_owned(),
+                difference: format!("`{name}` is {saved} there, but {now} in the model"),
+            }));
+        }
+    }
+    Ok(())
 }
 
 /// Compares the checkpoint's adapter with that of the run: what it computes and, for a run that

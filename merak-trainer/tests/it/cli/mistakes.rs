@@ -142,7 +142,7 @@ fn checkpoints_that_do_not_fit_are_refused() {
     wider["n_embd"] = 32.into();
     place.write("wider.json", &wider.to_string());
     let resume = |keys: &str| place.mistake(&format!("train merak.toml --max_steps 4 {keys}"));
-    assert_snapshot!(resume("--resume latest --model.config wider.json"), @"error: the checkpoint run/checkpoints/step-00000002 is of another model: transformer.wte.weight has shape [257, 16] there, but [257, 32] in the model");
+    assert_snapshot!(resume("--resume latest --model.config wider.json"), @"error: the checkpoint run/checkpoints/step-00000002 is of another model: `hidden_size` is 16 there, but 32 in the model");
     assert_snapshot!(resume("--resume nowhere"), @r#"error: no checkpoint at nowhere: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line --resume)"#);
     // A step that is not there: by its name, its number, its path.
     for step in ["step-00000400", "400", "run/checkpoints/step-00000001"] {
@@ -269,6 +269,27 @@ fn an_output_folder_that_cannot_be_written_is_refused() {
             assert_snapshot!(to(" none"), @r#"error: "output_dir" is not set: name the folder that the run writes"#);
         }
     }
+}
+
+#[test]
+fn a_checkpoint_to_go_on_from_is_looked_for_before_the_data_are_read() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let mut deeper = model();
+    deeper["n_layer"] = 5.into();
+    place.write("deeper.json", &deeper.to_string());
+    // The data are missing too, which is found as soon as they are read.
+    let train = |keys: &str| place.mistake(&format!("train merak.toml --data.path nowhere {keys}"));
+    assert_snapshot!(train("--resume lost"), @r#"error: no checkpoint at lost: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line --resume)"#);
+    assert_snapshot!(train("--resume latest --output_dir lost"), @r#"error: no checkpoint at lost: the path does not exist ("resume_from_checkpoint", command line --resume)"#);
+    assert_snapshot!(train("--resume latest --model.config deeper.json"), @"error: the checkpoint run/checkpoints/step-00000001 is of another model: `num_layers` is 4 there, but 5 in the model");
+    for sound in ["--resume latest", "--resume auto --output_dir lost"] {
+        assert!(
+            train(sound).starts_with("error: cannot read nowhere"),
+            "{sound}"
+        );
+    }
+    assert_snapshot!(place.mistake("evaluate merak.toml lost --data.path nowhere"), @r#"error: no checkpoint at lost: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line CHECKPOINT)"#);
 }
 
 #[test]
