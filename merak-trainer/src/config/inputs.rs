@@ -38,6 +38,8 @@ impl From<PathBuf> for InputPaths {
 }
 
 impl Setting for InputPaths {
+    const IS_LIST: bool = true;
+
     fn expected(_: Range) -> String {
         "a path or a list of paths".into()
     }
@@ -132,6 +134,8 @@ impl MixturePart {
 }
 
 impl Setting for Mixture {
+    const IS_LIST: bool = true;
+
     fn expected(_: Range) -> String {
         r#"a list of tables such as { path = "a.txt", weight = 0.7 }, outside of a file [{"path":"a.txt","weight":0.7}]"#.into()
     }

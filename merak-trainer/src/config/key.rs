@@ -25,6 +25,8 @@ pub struct Key {
     pub default: fn() -> Value,
     /// Whether a bare `--key` on the command line means true.
     pub is_flag: bool,
+    /// Whether the key takes a list.
+    pub is_list: bool,
 }
 
 impl fmt::Debug for Key {
@@ -89,6 +91,7 @@ macro_rules! settings {
                     ),
                     default: || $crate::config::setting::Setting::to_value(&<$struct>::default().$field),
                     is_flag: <$type as $crate::config::setting::Setting>::IS_FLAG,
+                    is_list: <$type as $crate::config::setting::Setting>::IS_LIST,
                 }, )+
             ];
 

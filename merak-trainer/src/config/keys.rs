@@ -668,6 +668,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_key_takes_a_list_where_what_it_expects_says_so() {
+        for key in keys() {
+            let expected = (key.expected)();
+            assert_eq!(key.is_list, expected.contains("a list"), "{key:?}");
+        }
+    }
+
+    #[test]
     fn the_scale_of_the_loss_follows_its_keys() {
         let scaling = |change: fn(&mut MerakArguments)| {
             let mut args = MerakArguments {

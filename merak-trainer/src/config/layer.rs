@@ -144,6 +144,7 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Layer> {
             }
             None => "true".into(),
         };
+        layer.refuse_second_list(&name, &text, &option)?;
         layer.add_text(name, text, &on_command_line(&option))?;
     }
     Ok(layer)
@@ -194,6 +195,35 @@ fn is_flag(name: &str) -> Option<bool> {
 }
 
 impl Layer {
+    /// Refuses a list for a key that an option before this one has given another. Lists are not
+    /// joined: items of the first one would be lost unseen.
+    fn refuse_second_list(&self, name: &str, text: &str, option: &str) -> Result<()> {
+        let name = full_name(name.to_owned());
+        let Some(key) = keys().find(|key| key.name == name && key.is_list) else {
+            return Ok(());
+        };
+        let set = on_command_line("--set ");
+        let by_option = |value: &Value| !value.origin().unwrap_or_default().starts_with(&set);
+        let first = self.0.iter().find_map(|(found, value)| match &value.kind {
+            ValueKind::String(first) if *found == name && by_option(value) => Some(first),
+            _ => None,
+        });
+        let Some(first) = first else {
+            return Ok(());
+        };
+        let is_json = |text: &str| text.trim_start().starts_with('[');
+        let instead = if is_json(first) || is_json(text) {
+            "one list of all items".to_owned()
+        } else {
+            format!("{option} {first},{text}")
+        };
+        Err(Error::Config(ConfigError::SecondList {
+            key: key.name,
+            place: on_command_line(option),
+            instead,
+        }))
+    }
+
     /// Adds a value as text; that of a whole section is a JSON object.
     fn add_text(&mut self, name: String, text: String, origin: &String) -> Result<()> {
         if SECTIONS.contains(&name.as_str()) {

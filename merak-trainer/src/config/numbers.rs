@@ -49,6 +49,8 @@ impl Setting for Temperature {
 pub struct TokenIds(pub Vec<u32>);
 
 impl Setting for TokenIds {
+    const IS_LIST: bool = true;
+
     fn expected(range: Range) -> String {
         format!("{} or a list of them", u32::expected(range))
     }
@@ -120,6 +122,8 @@ impl Setting for ThreadsPerRank {
 pub struct Boundaries(pub Vec<usize>);
 
 impl Setting for Boundaries {
+    const IS_LIST: bool = true;
+
     fn expected(_: Range) -> String {
         r#"a list of integers, such as [0, 6, 12] or "0,6,12""#.into()
     }
@@ -216,6 +220,8 @@ impl Setting for SeqLength {
 pub struct Ratios(pub Vec<f64>);
 
 impl Setting for Ratios {
+    const IS_LIST: bool = true;
+
     fn expected(range: Range) -> String {
         let one = f64::expected(range);
         format!("{one} or a list of such numbers, such as 0.6 or [0.6, 0.4]")

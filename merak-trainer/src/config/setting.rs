@@ -41,6 +41,9 @@ pub(crate) trait Setting: Sized {
     /// Whether a bare `--key` on the command line means true.
     const IS_FLAG: bool = false;
 
+    /// Whether a value may have several items.
+    const IS_LIST: bool = false;
+
     /// What a key with this range accepts, with its article: `an integer of at least 1`.
     fn expected(range: Range) -> String;
 
@@ -262,6 +265,7 @@ fn is_none(text: &str) -> bool {
 
 impl<T: Setting> Setting for Option<T> {
     const IS_FLAG: bool = T::IS_FLAG;
+    const IS_LIST: bool = T::IS_LIST;
 
     fn expected(range: Range) -> String {
         format!("{} or none", T::expected(range))
@@ -300,6 +304,8 @@ impl<T: Setting> Setting for Option<T> {
 
 /// Text may give a list as JSON (`["a", "b"]`, `[1, 2]`) or separated by commas (`a,b`).
 impl<T: Setting> Setting for Vec<T> {
+    const IS_LIST: bool = true;
+
     fn expected(range: Range) -> String {
         format!("a list whose items are each {}", T::expected(range))
     }

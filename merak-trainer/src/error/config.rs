@@ -146,6 +146,19 @@ pub enum ConfigError {
         /// How it is written.
         example: String,
     },
+    /// A second list for a key, by the same option.
+    #[error(
+        "\"{key}\" is given twice ({place}), and the second list would replace the first one: write {}",
+        brief(instead)
+    )]
+    SecondList {
+        /// The key.
+        key: &'static str,
+        /// Where the second one stands.
+        place: String,
+        /// One list in place of the two.
+        instead: String,
+    },
     /// A word on the command line that belongs to no option.
     #[error(
         "unexpected argument \"{}\": keys are given as --KEY VALUE or --set KEY=VALUE",

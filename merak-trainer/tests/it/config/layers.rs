@@ -121,6 +121,22 @@ fn bare_flags_and_lists_are_read_from_the_command_line() {
 }
 
 #[test]
+fn a_second_list_for_a_key_is_refused_and_no_items_are_lost() {
+    assert_snapshot!(message(load_line("--data.path a --tp 2 --data.path=b")), @r#""data.path" is given twice (command line --data.path), and the second list would replace the first one: write --data.path a,b"#);
+    assert_snapshot!(message(load_line("--col-para-list q --tp_layer_lists.col_para_list=[\"k\"]")), @r#""tp_layer_lists.col_para_list" is given twice (command line --tp_layer_lists.col_para_list), and the second list would replace the first one: write one list of all items"#);
+    // A value by `--set` replaces others as they come.
+    for line in [
+        "--data.path a --set data.path=b",
+        "--set data.path=a --data.path b",
+        "--set data.path=a --set data.path=b",
+    ] {
+        let config = load_line(line).unwrap();
+        let paths = config.arguments().data.path.as_ref().unwrap();
+        assert!(paths.count() == 1 && paths.first().ends_with("b"), "{line}");
+    }
+}
+
+#[test]
 fn a_damaged_command_line_or_file_is_one_clear_message() {
     assert_snapshot!(message(load_line("--tp")), @"the option --tp has no value: write --tp VALUE");
     assert_snapshot!(message(load_line("--tp --pp 2")), @"the option --tp has no value: write --tp VALUE");
