@@ -97,20 +97,30 @@ impl Degrees {
     /// A model that these degrees can split is split by the new ones too: there are no more stages,
     /// and tensor and sequence parallelism change to a divisor.
     pub fn nearest(&self, world_size: usize) -> Option<Self> {
-        let mut best: Option<((usize, u64, usize), Self)> = None;
+        let fitting = Self::filling(world_size).into_iter();
+        let fitting = fitting.filter(|fitting| self.outsplits(fitting));
+        // The first of equal ones.
+        fitting.min_by_key(|fitting| self.distance(fitting))
+    }
+
+    /// All degrees of `world_size` ranks, by rising dp, then tp, then pp.
+    ///
+    /// ```
+    /// use merak_mpu::Degrees;
+    /// assert_eq!(Degrees::filling(6).len(), 16);
+    /// assert!(Degrees::filling(6).iter().all(|degrees| degrees.world_size() == 6));
+    /// ```
+    pub fn filling(world_size: usize) -> Vec<Self> {
+        let mut all = Vec::new();
         for dp in divisors(world_size) {
             for tp in divisors(world_size / dp) {
                 for pp in divisors(world_size / dp / tp) {
                     let sp = world_size / dp / tp / pp;
-                    let fitting = Self { dp, tp, pp, sp };
-                    let distance = self.distance(&fitting);
-                    if self.outsplits(&fitting) && best.is_none_or(|(least, _)| distance < least) {
-                        best = Some((distance, fitting));
-                    }
+                    all.push(Self { dp, tp, pp, sp });
                 }
             }
         }
-        best.map(|(_, degrees)| degrees)
+        all
     }
 
     /// Whether these degrees split the model, its layers and samples at least as far as the others.
@@ -148,8 +158,16 @@ impl fmt::Display for Degrees {
     }
 }
 
-fn divisors(n: usize) -> Vec<usize> {
-    (1..=n).filter(|d| n.is_multiple_of(*d)).collect()
+/// The divisors of a number, ascending; none of 0.
+///
+/// ```
+/// assert_eq!(merak_mpu::divisors(12), [1, 2, 3, 4, 6, 12]);
+/// ```
+pub fn divisors(n: usize) -> Vec<usize> {
+    let small: Vec<_> = (1..=n.isqrt()).filter(|d| n.is_multiple_of(*d)).collect();
+    let large = small.iter().rev().map(|d| n / d);
+    let large: Vec<_> = large.filter(|d| d * d > n).collect();
+    [small, large].concat()
 }
 
 #[cfg(test)]

@@ -132,7 +132,7 @@ pub use axis::{Axis, Coord};
 pub use buffer::{Buffer, Memory, StepRange, into_vec, zeros};
 pub use call::Call;
 pub use communicator::{Communicator, Message, Packet, Pending, ReduceOp, Started, Turn};
-pub use degrees::Degrees;
+pub use degrees::{Degrees, divisors};
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use group::Group;

@@ -150,6 +150,31 @@ impl Topology {
         self.comm_lists(kind.varies())
     }
 
+    /// Whether a group of a kind has ranks on several hosts, where each host runs `ranks_per_host`
+    /// ranks in a row.
+    pub fn crosses_hosts(&self, kind: GroupKind, ranks_per_host: usize) -> bool {
+        if self.world_size() <= ranks_per_host {
+            return false;
+        }
+        // A group stays on a host where its neighbours along each axis do: in blocks of consecutive
+        // ranks that hosts have a whole number of.
+        kind.varies().iter().any(|&axis| {
+            let block = self.stride(axis).saturating_mul(self.degrees.get(axis));
+            self.degrees.get(axis) > 1 && !ranks_per_host.is_multiple_of(block)
+        })
+    }
+
+    /// The distance between the ranks of neighbours along an axis.
+    fn stride(&self, axis: Axis) -> usize {
+        let Degrees { dp, tp, sp, .. } = self.degrees;
+        match axis {
+            Axis::Tensor => 1,
+            Axis::Sequence => tp,
+            Axis::Data => tp * sp,
+            Axis::Pipeline => tp * sp * dp,
+        }
+    }
+
     /// The group of a kind that `rank` is in.
     ///
     /// # Errors
@@ -399,6 +424,27 @@ mod tests {
                 for group in groups {
                     prop_assert!(group.is_sorted());
                     prop_assert_eq!(topology.group_of(kind, group[0]).unwrap(), group);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn groups_cross_hosts_where_one_of_them_has_ranks_on_two() {
+        for world in [1, 2, 6, 8, 12] {
+            for degrees in Degrees::filling(world) {
+                let topology = Topology::new(degrees).unwrap();
+                for (kind, of_host) in GroupKind::ALL
+                    .into_iter()
+                    .flat_map(|kind| (1..=world).map(move |of_host| (kind, of_host)))
+                {
+                    let host = |rank: &Rank| rank.0 / of_host;
+                    let crosses = topology.groups(kind).iter().any(|group| {
+                        let first = host(&group[0]);
+                        group.iter().any(|rank| host(rank) != first)
+                    });
+                    let found = topology.crosses_hosts(kind, of_host);
+                    assert_eq!(found, crosses, "{degrees} {kind} {of_host}");
                 }
             }
         }

@@ -149,13 +149,11 @@ impl Cluster {
     /// What the ranks of the groups of a kind pass their data over: what connects hosts, where one
     /// of the groups has ranks on several.
     fn over(&self, topology: &Topology, kind: GroupKind) -> Connection {
-        let groups = topology.groups(kind);
-        let host = |rank: usize| rank / self.ranks_per_host.max(1);
-        let crosses = groups.iter().any(|group| {
-            let first = group.first().map(|rank| host(rank.0));
-            group.iter().any(|rank| Some(host(rank.0)) != first)
-        });
-        if crosses { self.between } else { self.inside }
+        if topology.crosses_hosts(kind, self.ranks_per_host) {
+            self.between
+        } else {
+            self.inside
+        }
     }
 }
 
@@ -212,9 +210,7 @@ impl ClusterCosts {
         let (over, ranks) = (self.along(axis), self.degrees.get(axis));
         let bytes = exchange.rank_bytes as f64;
         if let Some(ring) = node.op.ring() {
-            // Gradients come home to their owner; keys and values end one rank before it.
-            let messages = ring.direction.pairs() * ranks - 1;
-            return messages as f64 * over.message(bytes);
+            return ring.messages(ranks) as f64 * over.message(bytes);
         }
         let collective = node.op.region().and_then(|region| region.kind.forward());
         collective.map_or(0.0, |collective| over.collective(collective, ranks, bytes))
@@ -225,7 +221,7 @@ impl ClusterCosts {
         let replicas = self.degrees.dp * self.degrees.sp;
         let kept = &self.param_bytes;
         let of = |collective, bytes: usize| {
-            let bytes = (trained * bytes) as f64;
+            let bytes = trained as f64 * bytes as f64;
             self.copies.collective(collective, replicas, bytes)
         };
         let gradients = |collective| of(collective, kept.gradient.bytes);
@@ -267,18 +263,21 @@ impl StepCosts for ClusterCosts {
 
     fn update(&self, trained: usize, tied: usize) -> Option<f64> {
         let kept = &self.param_bytes;
+        // Weights of 32 bits have no master beside them.
+        let is_narrow = self.weight_bytes < kept.master.bytes;
+        let master = if is_narrow { kept.master.bytes } else { 0 };
         // A rank reads and writes the state, the master and the weight of its elements, and reads
         // their gradients.
-        let both_ways = kept.state.bytes + kept.master.bytes + self.weight_bytes;
+        let both_ways = kept.state.bytes + master + self.weight_bytes;
         let owned = trained.div_ceil(kept.state.ranks.max(1));
-        let moved = owned * (2 * both_ways + kept.gradient.bytes);
-        let tied_bytes = (tied * kept.gradient.bytes) as f64;
+        let moved = owned as f64 * (2 * both_ways + kept.gradient.bytes) as f64;
+        let tied_bytes = tied as f64 * kept.gradient.bytes as f64;
         let shared = if tied == 0 {
             0.0
         } else {
             self.stages.collective(Collective::AllReduce, 2, tied_bytes)
         };
-        let moving = moved as f64 / self.cluster.memory_bytes_per_s;
+        let moving = moved / self.cluster.memory_bytes_per_s;
         Some(moving + self.reduction(trained) + shared)
     }
 

@@ -42,10 +42,11 @@ use serde_json::Value;
 
 pub(crate) use self::checked::Host;
 pub(crate) use self::choice::one_of;
-pub(crate) use self::file::read_numbers;
+pub(crate) use self::file::read_table;
 pub(crate) use self::folders::RESOLVED;
 pub(crate) use self::keys::given_list;
 use self::nearest::nearest_key;
+pub(crate) use self::strict::json;
 pub use self::{
     checked::CheckedArguments,
     choice::{
@@ -225,8 +226,8 @@ impl Config {
             .map_err(|error| self.locate(error))
     }
 
-    /// As [`Config::check`], whatever engines and backends are in this build: for a plan of other
-    /// machines.
+    /// As [`Config::check`], whatever engines, backends and readers are in this build: for a plan
+    /// of other machines.
     ///
     /// # Errors
     ///
@@ -396,14 +397,10 @@ impl MerakArguments {
         check::check(self, &|_| "set in code".into())
     }
 
-    /// As [`MerakArguments::check`], whatever engines and backends are in this build: for a plan of
-    /// other machines.
-    ///
-    /// # Errors
-    ///
-    /// As [`MerakArguments::check`].
-    pub fn check_to_plan(&self) -> Result<CheckedArguments> {
-        check::check_to_plan(self, &|_| "set in code".into())
+    /// As [`MerakArguments::check`], whatever is in this build; `place` says where the values are
+    /// from.
+    pub(crate) fn check_to_plan(&self, place: &str) -> Result<CheckedArguments> {
+        check::check_to_plan(self, &|_| place.into())
     }
 }
 

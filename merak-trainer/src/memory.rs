@@ -76,6 +76,11 @@ impl MemoryNeed {
         .into_iter()
         .fold(0, usize::saturating_add)
     }
+
+    /// The sum with the copies of buckets, which is what a device of the rank's own must hold.
+    pub fn with_exchange(&self) -> usize {
+        self.total().saturating_add(self.exchange)
+    }
 }
 
 /// The bytes that all ranks of this process need at least, by what they are for.

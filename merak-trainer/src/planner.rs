@@ -4,17 +4,20 @@
 //! and timed by the simulator of merak-pipe.
 
 use crate::{
-    config::{CheckedArguments, CostSource, Device, MerakArguments, read_numbers},
+    config::{CheckedArguments, CostSource, Device, MerakArguments, json, read_table},
     costs::{CostCache, CostModel},
     error::{ConfigError, Error, PlanError, Result, chain},
     machine::num_cores,
-    memory::Workload,
-    plan::{Plan, PlanInputs, param_bytes},
+    memory::{MemoryNeed, Workload},
+    plan::{Plan, PlanInputs, kept_bytes},
     world::World,
 };
-use merak_mpu::Degrees;
+use ::config::{Map, Value, ValueKind};
+use merak_mpu::{Degrees, GroupKind, Topology, divisors};
 use merak_partition::{Cluster, ClusterCosts, ScheduleChoice, StepCosts};
+use merak_pipe::ScheduleKind;
 use std::{
+    collections::BTreeMap,
     path::Path,
     sync::{
         Mutex, PoisonError,
@@ -22,6 +25,9 @@ use std::{
     },
     thread,
 };
+
+/// Where the values of a candidate are from, in messages.
+const PLACE: &str = "in this search";
 
 /// Candidates whose schedule is compared with others, once all are timed.
 const IMPROVED: usize = 10;
@@ -40,13 +46,34 @@ pub enum Machines<'a> {
 /// # Errors
 /// When the file cannot be read or does not describe a cluster.
 pub fn read_cluster(path: &Path) -> Result<Cluster> {
-    let numbers = read_numbers(path)?;
-    Cluster::of(&numbers).map_err(|error| {
+    let refused = |reason| {
         Error::Plan(PlanError::Cluster {
             path: path.to_owned(),
-            reason: Box::new(error),
+            reason,
         })
-    })
+    };
+    let mut numbers = BTreeMap::new();
+    for (key, value) in flat(read_table(path)?) {
+        let found = json(&value);
+        let Some(number) = found.as_f64() else {
+            return Err(refused(format!("{key} is {found}, expected a number")));
+        };
+        numbers.insert(key, number);
+    }
+    Cluster::of(&numbers).map_err(|error| refused(error.to_string()))
+}
+
+/// The entries of a table, those of its sections by `section.key`.
+fn flat(table: Map<String, Value>) -> Vec<(String, Value)> {
+    let entries = table.into_iter().flat_map(|(key, value)| match value.kind {
+        ValueKind::Table(section) => {
+            let entries = section.into_iter();
+            let entries = entries.map(|(inner, value)| (format!("{key}.{inner}"), value));
+            entries.collect()
+        }
+        _ => vec![(key, value)],
+    });
+    entries.collect()
 }
 
 /// What a step with these arguments takes on the machines of a description.
@@ -60,7 +87,7 @@ pub fn cluster_costs(cluster: &Cluster, args: &CheckedArguments) -> Result<Clust
     Ok(cluster.costs(
         args.degrees(),
         args.gradient_accumulation_steps,
-        param_bytes(args, args.replicas()),
+        kept_bytes(args, args.replicas()),
         weight_bytes,
     )?)
 }
@@ -74,6 +101,8 @@ pub struct DegreeSearch<'a> {
     pub machines: Machines<'a>,
     /// Whether it recomputes only where nothing else fits into memory. Unset, the arguments decide.
     pub chooses_recompute: bool,
+    /// Whether it compares the schedules of the fastest. Unset, all have that of the arguments.
+    pub chooses_schedule: bool,
 }
 
 /// A way to share out the ranks.
@@ -112,7 +141,7 @@ pub struct RefusedDegrees {
 pub struct FoundDegrees {
     /// What fits into memory, the shortest step first.
     pub fitting: Vec<Candidate>,
-    /// What does not, the least memory first.
+    /// One of the degrees with which nothing does, the least memory first.
     pub too_large: Vec<TooLarge>,
     /// Degrees that the model cannot be planned for.
     pub refused: Vec<RefusedDegrees>,
@@ -133,9 +162,9 @@ struct Tried {
 }
 
 impl DegreeSearch<'_> {
-    /// Plans every way to share out the ranks with as many samples in a step as the arguments have.
-    /// The ranks that share a layer or a sequence stay on one of the described hosts. `told` hears
-    /// of how many of how many degrees are done.
+    /// Plans every way to share out the ranks with as many samples in a step as the arguments have,
+    /// where `dp` divides these. The ranks that share a layer or a sequence stay on one of the
+    /// described hosts. `told` hears of how many of how many degrees are done.
     ///
     /// # Errors
     /// When times are not known or a measurement fails. What cannot be planned is part of the
@@ -165,35 +194,32 @@ impl DegreeSearch<'_> {
             found.refused.extend(refused);
         }
         by_time(&mut found.fitting);
-        let first = found.fitting.len().min(IMPROVED);
-        let best: Vec<_> = found.fitting.drain(..first).collect();
-        let improved = self.each(&best, |candidate| self.improved(inputs, candidate))?;
-        found.fitting.splice(..0, improved);
-        by_time(&mut found.fitting);
-        found
-            .too_large
-            .sort_by_key(|candidate| candidate.rank_bytes);
+        if self.chooses_schedule {
+            let first = found.fitting.len().min(IMPROVED);
+            let best: Vec<_> = found.fitting.drain(..first).collect();
+            let improved = self.each(&best, |candidate| self.improved(inputs, candidate))?;
+            found.fitting.splice(..0, improved);
+            by_time(&mut found.fitting);
+        }
+        found.too_large.sort_by_key(|large| large.rank_bytes);
         Ok(found)
     }
 
     /// All degrees that fill the world and divide the samples of a step.
     fn degrees(&self, args: &CheckedArguments) -> Vec<Degrees> {
-        let most = match self.machines {
-            Machines::Described(cluster) => cluster.ranks_per_host,
-            Machines::Here(_) => usize::MAX,
+        let stays = |degrees: &Degrees| {
+            let Machines::Described(cluster) = self.machines else {
+                return true;
+            };
+            let topology = Topology::new(*degrees);
+            let crosses = topology.map(|topology| {
+                topology.crosses_hosts(GroupKind::SequenceTensor, cluster.ranks_per_host)
+            });
+            crosses.is_ok_and(|crosses| !crosses)
         };
-        let mut all = Vec::new();
-        for tp in divisors(self.world) {
-            for sp in divisors(self.world / tp).filter(|sp| tp * sp <= most) {
-                for pp in divisors(self.world / tp / sp) {
-                    let dp = self.world / tp / sp / pp;
-                    if args.global_batch().is_multiple_of(dp) {
-                        all.push(Degrees { dp, tp, pp, sp });
-                    }
-                }
-            }
-        }
-        all
+        let all = Degrees::filling(self.world).into_iter();
+        all.filter(|degrees| args.global_batch().is_multiple_of(degrees.dp) && stays(degrees))
+            .collect()
     }
 
     /// `work` on each item: side by side where it only computes, one after the other where it
@@ -258,6 +284,10 @@ impl DegreeSearch<'_> {
                 Err(error) => return Err(error),
             }
         }
+        // Microbatches beyond those that fit are of no interest.
+        if !tried.fitting.is_empty() {
+            tried.too_large = None;
+        }
         if !tried.fitting.is_empty() || tried.too_large.is_some() {
             tried.refused = None;
         }
@@ -271,14 +301,14 @@ impl DegreeSearch<'_> {
         args: &MerakArguments,
     ) -> Result<Outcome> {
         if !self.chooses_recompute {
-            return self.outcome(inputs, self.checked(args)?);
+            return self.outcome(inputs, args.check_to_plan(PLACE)?);
         }
         let with = |activation_checkpointing| {
             let args = MerakArguments {
                 activation_checkpointing,
                 ..args.clone()
             };
-            self.outcome(inputs, self.checked(&args)?)
+            self.outcome(inputs, args.check_to_plan(PLACE)?)
         };
         match with(false)? {
             Outcome::TooLarge(_) => with(true),
@@ -286,21 +316,11 @@ impl DegreeSearch<'_> {
         }
     }
 
-    /// The arguments, which this build has to run where its machine is planned for.
-    fn checked(&self, args: &MerakArguments) -> Result<CheckedArguments> {
-        match self.machines {
-            Machines::Described(_) => args.check_to_plan(),
-            Machines::Here(_) => args.check(),
-        }
-    }
-
     /// Plans these arguments, and times the plan if it fits into memory.
     fn outcome(&self, inputs: &PlanInputs, args: CheckedArguments) -> Result<Outcome> {
         let rank_bytes = |plan: &Plan| {
             let ranks = plan.memory(&args, &[Workload::Training])?;
-            let ranks = ranks
-                .iter()
-                .map(|need| need.total().saturating_add(need.exchange));
+            let ranks = ranks.iter().map(MemoryNeed::with_exchange);
             Ok::<_, Error>(ranks.max().unwrap_or(0))
         };
         if let Machines::Here(_) = self.machines {
@@ -326,29 +346,36 @@ impl DegreeSearch<'_> {
                 args,
                 rank_bytes,
             })),
-            (_, None) => Err(without_times("not measured")),
+            (_, None) => Err(without_times(
+                "cost_model",
+                "without room to measure",
+                MEASURED,
+            )),
         }
     }
 
-    /// The candidate, under a faster schedule with as many stages per rank where there is one.
+    /// The candidate under the schedule with the shortest step of those that fit, with as many
+    /// stages per rank as the arguments or the schedule prescribe.
     fn improved(&self, inputs: &PlanInputs, candidate: &Candidate) -> Result<Candidate> {
-        let faster = self.timed(inputs, &candidate.args, |plan, costs| {
-            Ok(plan.faster_schedule(costs)?)
-        })?;
-        let Some(faster) = faster else {
-            return Ok(candidate.clone());
-        };
-        let args = MerakArguments {
-            train_schedule: ScheduleChoice::Named(faster.kind),
-            ..candidate.args.clone().into_arguments()
-        };
-        match self
-            .checked(&args)
-            .and_then(|args| self.outcome(inputs, args))
-        {
-            Ok(Outcome::Fits(other)) if other.step < candidate.step => Ok(other),
-            _ => Ok(candidate.clone()),
+        let mut best = candidate.clone();
+        if candidate.args.pp == 1 {
+            return Ok(best);
         }
+        let kinds = ScheduleKind::ALL.into_iter();
+        for kind in kinds.filter(|kind| kind.is_training()) {
+            let args = MerakArguments {
+                train_schedule: ScheduleChoice::Named(kind),
+                ..candidate.args.clone().into_arguments()
+            };
+            let checked = args.check_to_plan(PLACE);
+            match checked.and_then(|args| self.outcome(inputs, args)) {
+                Ok(Outcome::Fits(other)) if other.step < best.step => best = other,
+                Ok(_) => {}
+                Err(error) if error.is_user_error() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(best)
     }
 
     /// `work` with the plan of these arguments and the costs that it was made by.
@@ -371,22 +398,29 @@ impl DegreeSearch<'_> {
 
 /// Refuses arguments under which this machine's times are not measured.
 fn check_measured(args: &CheckedArguments) -> Result<()> {
-    match (args.cost_model, args.compute.device) {
-        (CostSource::Measured, Device::Cpu) => Ok(()),
-        (CostSource::Measured, device) => Err(without_times(&format!(
-            "measured, but not on \"compute.device\" {device}"
-        ))),
-        (counted, _) => Err(without_times(counted.as_str())),
+    if args.compute.device != Device::Cpu {
+        return Err(without_times(
+            "compute.device",
+            args.compute.device.as_str(),
+            "cpu",
+        ));
+    }
+    match args.cost_model {
+        CostSource::Measured => Ok(()),
+        other => Err(without_times("cost_model", other.as_str(), MEASURED)),
     }
 }
 
+/// The source of the costs that a search on this machine needs.
+const MEASURED: &str = CostSource::Measured.as_str();
+
 /// The error of a search that has no times to compare.
-fn without_times(found: &str) -> Error {
+fn without_times(key: &'static str, found: &str, expected: &str) -> Error {
     Error::Config(ConfigError::IllegalValue {
-        key: "cost_model",
+        key,
         found: found.to_owned(),
-        place: "in a search for degrees".to_owned(),
-        expected: "measured, or the times come from the description of a cluster".to_owned(),
+        place: "in a search on this machine".to_owned(),
+        expected: format!("{expected}, or a description of a cluster gives the times"),
     })
 }
 
@@ -398,12 +432,8 @@ fn by_time(candidates: &mut [Candidate]) {
     });
 }
 
-/// The divisors of a number, ascending.
-fn divisors(number: usize) -> impl Iterator<Item = usize> {
-    (1..=number).filter(move |divisor| number.is_multiple_of(*divisor))
-}
-
 /// Sizes of a microbatch that divide the samples of a replica: powers of two, and the given size.
 fn microbatches(of_replica: usize, given: usize) -> impl Iterator<Item = usize> {
-    divisors(of_replica).filter(move |size| size.is_power_of_two() || *size == given)
+    let sizes = divisors(of_replica).into_iter();
+    sizes.filter(move |size| size.is_power_of_two() || *size == given)
 }

@@ -5,8 +5,10 @@
 //! - `search`: the shortest steps, against trying all partitions and against the simulator of
 //!   schedules;
 //! - `report`: the table and its figures;
+//! - `cluster`: times on described machines;
 //! - `errors`: messages that users read.
 
+mod cluster;
 mod errors;
 mod graphs;
 mod models;

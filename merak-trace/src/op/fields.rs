@@ -200,6 +200,14 @@ pub struct Ring<'a> {
     pub direction: Direction,
 }
 
+impl Ring<'_> {
+    /// Messages of a rank, one after the other: gradients come home to their owner, keys and values
+    /// end one rank before it.
+    pub fn messages(&self, ranks: usize) -> usize {
+        self.direction.pairs() * ranks - 1
+    }
+}
+
 /// Whether a ring computes an attention or its gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {

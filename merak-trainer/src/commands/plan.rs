@@ -14,8 +14,8 @@ use merak_ckpt::{
 };
 use merak_trainer::{
     Candidate, CheckedArguments, Cluster, Config, DegreeSearch, Error, FoundDegrees, Given,
-    Machines, MemoryNeed, Origin, PlanInputs, Result, Workload, World, metrics::Screen,
-    read_cluster,
+    Machines, MemoryNeed, Origin, PlanInputs, Result, Workload, World, data::lengths_without_data,
+    metrics::Screen, read_cluster,
 };
 use serde_json::{Value as Json, json};
 use std::{fmt::Write as _, fs, path::PathBuf, process::ExitCode, sync::Arc};
@@ -40,7 +40,7 @@ pub(crate) struct Args {
     /// step of as many samples on this number of ranks.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     world: Option<usize>,
-    /// Plans for the machines that this TOML file describes, in place of this one.
+    /// Plans for the machines that this file describes, in place of this one.
     #[arg(long, value_name = "FILE")]
     cluster: Option<PathBuf>,
     /// Prints one JSON document.
@@ -56,66 +56,129 @@ pub(crate) struct Args {
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     args.take_own_options()?;
     args.keys.give(Given::always("do_train", "true"));
-    let config = args.keys.load(&args.config)?;
-    let located = |error: Error| config.locate(error);
     let cluster = args.cluster.as_deref().map(read_cluster).transpose()?;
-    let mut checked = match &cluster {
-        Some(_) => config.check_to_plan()?,
-        None => config.check()?,
-    };
-    let model = Loaded::of(&checked).map_err(located)?;
+    let mut task = Task::of(&args, cluster)?;
     let mut found = None;
     if let Some(world) = args.world {
-        let searched = search(world, cluster.as_ref(), &config, &checked, &model, screen);
-        let searched = searched.map_err(located)?;
+        let searched = task.search(world, screen);
+        let searched = searched.map_err(|error| task.config.locate(error))?;
         let Some(best) = searched.fitting.first() else {
             return Err(without_room(world, cluster.as_ref(), &searched));
         };
-        checked = best.args.clone();
+        for (key, value) in choices(&best.args) {
+            args.keys.give(Given::by("--world", key, value));
+        }
+        task = Task::of(&args, cluster)?;
         found = Some(searched);
     }
-    let mut planned = Planned::new(model, checked).map_err(located)?;
-    let memory = match &cluster {
-        Some(cluster) => {
-            planned.place_on(cluster).map_err(located)?;
-            None
-        }
-        None => {
-            let room = planned
-                .plan
-                .check_memory(&planned.args, &[Workload::Training]);
-            if room.is_ok() {
-                let measured = planned.measure(true, &World::of_threads());
-                measured.map_err(located)?;
-            }
-            room.err()
-        }
-    };
+    let config = task.config.to_toml();
+    let plan = task.plan()?;
     if let Some(path) = &args.html {
-        let page = planned.page(&[Workload::Training], config.to_toml())?;
-        let html = page.to_html(&[], None)?;
-        fs::write(path, html).map_err(Error::writing(path))?;
+        let page = plan.planned.page(&[Workload::Training], config)?;
+        fs::write(path, page.to_html(&[], None)?).map_err(Error::writing(path))?;
     }
-    let needs = planned.plan.memory(&planned.args, &[Workload::Training])?;
-    if args.json {
-        let mut document = planned.document(&needs)?;
+    output::print(&if args.json {
+        let mut document = plan.document()?;
         if let Some(found) = &found {
             document["search"] = found_document(found);
         }
-        output::print(format!("{document:#}"))?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    let mut text = String::new();
-    if let Some(found) = &found {
-        text += &output::fitted(&found_text(found, planned.unit));
-    }
-    text += &planned.describe(None, "")?;
-    text += &output::fitted(&memory_text(&needs, planned.cluster.as_ref()));
-    if let Some(shortage) = memory {
-        text += &output::fitted(&format!("warning: {shortage}"));
-    }
-    output::print(&text)?;
+        format!("{document:#}")
+    } else {
+        let found = found.map(|found| found_text(&found, plan.planned.unit));
+        let found = found.as_deref().map_or_else(String::new, output::fitted);
+        found + &plan.text()?
+    })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What is to be planned.
+struct Task {
+    config: Config,
+    args: CheckedArguments,
+    model: Loaded,
+    cluster: Option<Cluster>,
+}
+
+impl Task {
+    /// Reads the configuration and the model that it names.
+    fn of(args: &Args, cluster: Option<Cluster>) -> Result<Self> {
+        let config = args.keys.load(&args.config)?;
+        let checked = match cluster {
+            Some(_) => config.check_to_plan()?,
+            None => config.check()?,
+        };
+        let read = || {
+            let model = Loaded::of(&checked)?;
+            let lengths = lengths_without_data(&checked, &*model.model)?;
+            Ok((model, checked.clone().with_lengths(lengths)?))
+        };
+        let (model, args) = read().map_err(|error| config.locate(error))?;
+        Ok(Self {
+            config,
+            args,
+            model,
+            cluster,
+        })
+    }
+
+    fn search(&self, world: usize, screen: &Screen) -> Result<FoundDegrees> {
+        let inputs = PlanInputs::read(Arc::clone(&self.model.model), &self.args)?;
+        let cache = planned::cost_cache(&self.args, true);
+        let is_open = |key: &&str| self.config.origin(key) == Origin::Default;
+        let search = DegreeSearch {
+            world,
+            machines: match &self.cluster {
+                Some(cluster) => Machines::Described(cluster),
+                None => Machines::Here(cache.as_ref()),
+            },
+            chooses_recompute: OF_RECOMPUTATION.iter().all(is_open),
+            chooses_schedule: is_open(&"train_schedule"),
+        };
+        let bar = screen.bar(0, "{bar:24} {pos}/{len} degrees planned, {eta} left");
+        let found = search.run(&inputs, &self.args, &|done, total| {
+            bar.set_length(total as u64);
+            bar.set_position(done as u64);
+        });
+        bar.finish_and_clear();
+        found
+    }
+
+    /// The plan, with times where they are known.
+    fn plan(self) -> Result<Placed> {
+        let config = self.config;
+        let located = |error: Error| config.locate(error);
+        let mut planned = Planned::new(self.model, self.args).map_err(located)?;
+        let workloads = [Workload::Training];
+        let shortage = match &self.cluster {
+            Some(cluster) => {
+                planned.place_on(cluster).map_err(located)?;
+                None
+            }
+            None => match planned.plan.check_memory(&planned.args, &workloads) {
+                Err(shortage) => Some(shortage),
+                Ok(()) => {
+                    let measured = planned.measure(true, &World::of_threads());
+                    measured.map_err(located)?;
+                    None
+                }
+            },
+        };
+        let needs = planned.plan.memory(&planned.args, &workloads)?;
+        Ok(Placed {
+            planned,
+            needs,
+            shortage,
+        })
+    }
+}
+
+/// A plan, and what its ranks hold.
+struct Placed {
+    planned: Planned,
+    /// Of each rank of the pipeline.
+    needs: Vec<MemoryNeed>,
+    /// Why this machine's memory is too small.
+    shortage: Option<Error>,
 }
 
 impl Args {
@@ -135,40 +198,12 @@ impl Args {
     }
 }
 
-/// The keys that a search decides where nobody has set them.
+/// The keys about recomputation, which a search chooses where nobody has set one of them.
 const OF_RECOMPUTATION: [&str; 3] = [
     "activation_checkpointing",
     "activation_checkpoint_ratio",
     "recompute",
 ];
-
-fn search(
-    world: usize,
-    cluster: Option<&Cluster>,
-    config: &Config,
-    args: &CheckedArguments,
-    model: &Loaded,
-    screen: &Screen,
-) -> Result<FoundDegrees> {
-    let inputs = PlanInputs::read(Arc::clone(&model.model), args)?;
-    let cache = planned::cost_cache(args, true);
-    let is_open = |key: &&str| config.origin(key) == Origin::Default;
-    let search = DegreeSearch {
-        world,
-        machines: match cluster {
-            Some(cluster) => Machines::Described(cluster),
-            None => Machines::Here(cache.as_ref()),
-        },
-        chooses_recompute: OF_RECOMPUTATION.iter().all(is_open),
-    };
-    let bar = screen.bar(0, "{bar:24} {pos}/{len} degrees planned, {eta} left");
-    let found = search.run(&inputs, args, &|done, total| {
-        bar.set_length(total as u64);
-        bar.set_position(done as u64);
-    });
-    bar.finish_and_clear();
-    found
-}
 
 /// Why a search found nothing.
 fn without_room(world: usize, cluster: Option<&Cluster>, found: &FoundDegrees) -> Failure {
@@ -191,28 +226,34 @@ fn without_room(world: usize, cluster: Option<&Cluster>, found: &FoundDegrees) -
     };
     format!(
         "no way to share out {world} ranks fits into {room}: {} needs least, {} on its fullest rank; choose a higher \
-         \"zero_stage\", more ranks, or a smaller \"seq_length\"",
+         \"zero_stage\" or more ranks",
         planned::in_words(least.args.degrees()),
         Bytes(least.rank_bytes as u64)
     )
     .into()
 }
 
-/// The options of a command line that take a candidate's choices.
-fn options(args: &CheckedArguments) -> String {
-    let mut text = format!("--dp {} --tp {} --pp {}", args.dp, args.tp, args.pp);
-    if args.sp > 1 {
-        let _ = write!(text, " --sp {}", args.sp);
-    }
-    let _ = write!(
-        text,
-        " --per_device_train_batch_size {} --gradient_accumulation_steps {} --train_schedule {} --activation_checkpointing {}",
-        args.per_device_train_batch_size,
-        args.gradient_accumulation_steps,
-        args.train_schedule,
-        args.activation_checkpointing
-    );
-    text
+/// The keys that a search sets, with a candidate's values.
+fn choices(args: &CheckedArguments) -> [(&'static str, String); 8] {
+    [
+        ("dp", args.dp.to_string()),
+        ("tp", args.tp.to_string()),
+        ("pp", args.pp.to_string()),
+        ("sp", args.sp.to_string()),
+        (
+            "per_device_train_batch_size",
+            args.per_device_train_batch_size.to_string(),
+        ),
+        (
+            "gradient_accumulation_steps",
+            args.gradient_accumulation_steps.to_string(),
+        ),
+        ("train_schedule", args.train_schedule.to_string()),
+        (
+            "activation_checkpointing",
+            args.activation_checkpointing.to_string(),
+        ),
+    ]
 }
 
 /// The fastest ways to share out the ranks, for people.
@@ -273,7 +314,8 @@ fn found_text(found: &FoundDegrees, unit: &str) -> String {
         );
     }
     if let Some(best) = fitting.first() {
-        let _ = writeln!(text, "take      {}\n", options(&best.args));
+        let options = choices(&best.args).map(|(key, value)| format!("--{key} {value}"));
+        let _ = writeln!(text, "take      {}\n", options.join(" "));
     }
     text
 }
@@ -307,36 +349,61 @@ fn found_document(found: &FoundDegrees) -> Json {
     })
 }
 
-/// What the ranks of the pipeline hold, for people.
-fn memory_text(needs: &[MemoryNeed], cluster: Option<&Cluster>) -> String {
-    let fullest = needs
-        .iter()
-        .enumerate()
-        .max_by_key(|(_, need)| need.total());
-    let Some((rank, need)) = fullest else {
-        return String::new();
-    };
-    let bytes = |bytes: usize| Bytes(bytes as u64);
-    let of = cluster.map_or_else(String::new, |cluster| {
-        format!(" of {}", Bytes(cluster.memory_bytes))
-    });
-    format!(
-        "memory    rank {rank} of the pipeline needs most, at least {}{of}: weights {}, gradients {}, optimizer state {}, \
-         activations {}, and up to {} of buckets on their way between replicas\n",
-        bytes(need.total()),
-        bytes(need.weights),
-        bytes(need.gradients),
-        bytes(need.optimizer),
-        bytes(need.activations.saturating_add(need.pool)),
-        bytes(need.exchange)
-    )
-}
+impl Placed {
+    /// The rank of the pipeline that holds most, with its bytes.
+    fn fullest(&self) -> Option<(usize, usize)> {
+        let needs = self.needs.iter().map(MemoryNeed::with_exchange);
+        let needs = needs.enumerate();
+        needs.max_by_key(|&(rank, bytes)| (bytes, std::cmp::Reverse(rank)))
+    }
 
-impl Planned {
+    /// Bytes of a device of the cluster.
+    fn room(&self) -> Option<u64> {
+        self.planned.cluster.map(|cluster| cluster.memory_bytes)
+    }
+
+    /// Whether the fullest rank, or this machine, has room for it.
+    fn fits(&self) -> bool {
+        let needed = self.fullest().map_or(0, |(_, bytes)| bytes as u64);
+        self.shortage.is_none() && self.room().is_none_or(|room| needed <= room)
+    }
+
+    /// The plan, for people.
+    fn text(&self) -> Result<String> {
+        Ok(self.planned.describe(None, "")? + &output::fitted(&self.memory_text()))
+    }
+
+    /// What the fullest rank holds, for people.
+    fn memory_text(&self) -> String {
+        let Some((rank, total)) = self.fullest() else {
+            return String::new();
+        };
+        let need = &self.needs[rank];
+        let bytes = |bytes: usize| Bytes(bytes as u64);
+        let of = self.room().map(|room| format!(" of {}", Bytes(room)));
+        let mut text = format!(
+            "memory    rank {rank} of the pipeline needs most, up to {}{}: weights {}, gradients {}, optimizer state {}, \
+             activations {}, and at most {} of buckets on their way between replicas\n",
+            bytes(total),
+            of.unwrap_or_default(),
+            bytes(need.weights),
+            bytes(need.gradients),
+            bytes(need.optimizer),
+            bytes(need.activations.saturating_add(need.pool)),
+            bytes(need.exchange)
+        );
+        if let Some(shortage) = &self.shortage {
+            let _ = writeln!(text, "warning: {shortage}");
+        } else if !self.fits() {
+            text += "warning: that is more than a device of the cluster has\n";
+        }
+        text
+    }
+
     /// The plan as one document.
-    fn document(&self, needs: &[MemoryNeed]) -> Result<Json> {
-        let (args, plan) = (&self.args, &self.plan);
-        let memory = needs.iter().map(|need| {
+    fn document(&self) -> Result<Json> {
+        let (args, plan) = (&self.planned.args, &self.planned.plan);
+        let memory = self.needs.iter().map(|need| {
             json!({
                 "weights": need.weights,
                 "gradients": need.gradients,
@@ -344,16 +411,16 @@ impl Planned {
                 "activations": need.activations,
                 "pool": need.pool,
                 "exchange": need.exchange,
-                "total": need.total(),
+                "total": need.with_exchange(),
             })
         });
-        let step = self.prediction.as_ref().map(|prediction| {
+        let step = self.planned.prediction.as_ref().map(|prediction| {
             json!({
                 "step_s": prediction.step(),
                 "pipeline_s": prediction.simulation.makespan,
                 "update_s": prediction.update,
                 "bubble": prediction.simulation.bubble(),
-                "by": self.unit,
+                "by": self.planned.unit,
             })
         });
         Ok(json!({
@@ -363,11 +430,13 @@ impl Planned {
             "per_device_train_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "seq_length": plan.draft.seq_length,
+            "target_length": plan.draft.target_length,
             "train_schedule": plan.schedule.name,
             "virtual_stages": args.pipeline_size().chunks,
             "activation_checkpointing": args.activation_checkpointing,
             "partition": plan.partition_report()?,
             "memory": memory.collect::<Vec<_>>(),
+            "fits": self.fits(),
             "step": step,
         }))
     }

@@ -15,7 +15,7 @@ use merak_ckpt::{Checksum, HfFolder};
 use merak_trace::models::{self, Objective};
 use merak_trainer::{
     CheckedArguments, Config, DataArguments, Error, FolderError, MerakTrainer, Result, Room,
-    RunFolder, SeqLength, TokenizerSource, TrainerParts, Workload, World,
+    RunFolder, TokenizerSource, TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Datasets, Joined, ModelInputs, Source, Tokenizer},
     metrics::{Page, Peak},
 };
@@ -184,7 +184,7 @@ impl Prepared {
             model.model = models::with_visible(model.model, visible);
         }
         let lengths = source.lengths(&args, &*model.model)?;
-        let args = world.place(with_lengths(args, lengths)?);
+        let args = world.place(args.with_lengths(lengths)?);
         let inputs = ModelInputs::of(&*model.model, lengths)?;
         let (tokenizer, description) = (source.tokenizer.clone(), source.description.clone());
         let has_chats = source.is_of_chats();
@@ -374,12 +374,5 @@ fn one_by_one(args: CheckedArguments) -> Result<CheckedArguments> {
     args.data.packing = false;
     args.data.streaming = false;
     args.data.shuffle_buffer = DataArguments::default().shuffle_buffer;
-    args.check()
-}
-
-/// The arguments with the lengths that the data decide on.
-fn with_lengths(args: CheckedArguments, lengths: SeqLength) -> Result<CheckedArguments> {
-    let mut args = args.into_arguments();
-    args.seq_length = Some(lengths);
     args.check()
 }

@@ -321,19 +321,26 @@ fn stages_key(a: &MerakArguments) -> String {
     }
 }
 
-/// The engine and the backend are in this build.
+/// The engine, the backend and the reader of the data are in this build.
 fn check_built(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
-    let (engine, backend, built) = (a.distributed.engine, a.compute.backend, Built::here());
-    let engine_feature = match engine {
+    let (engine, backend, format) = (a.distributed.engine, a.compute.backend, a.data.format);
+    let built = Built::here();
+    let of_engine = match engine {
         EngineKind::Mpi if !built.mpi => Some("mpi"),
         EngineKind::Nccl if !built.nccl => Some("nccl"),
         _ => None,
     };
     let lacks_tch = backend == BackendChoice::Tch && !cfg!(feature = "tch");
-    let (key, found, feature, instead) = match (engine_feature, lacks_tch) {
+    let of_data = match format {
+        DataFormat::Parquet if !cfg!(feature = "parquet") => Some(("parquet", "jsonl")),
+        DataFormat::Images if !cfg!(feature = "images") => Some(("images", "tensors")),
+        _ => None,
+    };
+    let (key, found, feature, instead) = match (of_engine, of_data) {
         (Some(feature), _) => ("distributed.engine", engine.to_string(), feature, "tcp"),
-        (None, true) => ("compute.backend", backend.to_string(), "tch", "candle"),
-        (None, false) => return Ok(()),
+        _ if lacks_tch => ("compute.backend", backend.to_string(), "tch", "candle"),
+        (_, Some((feature, instead))) => ("data.format", format.to_string(), feature, instead),
+        (None, None) => return Ok(()),
     };
     Err(Error::Config(ConfigError::NotBuilt {
         key,
@@ -502,21 +509,6 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 
 fn check_format(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let data = &a.data;
-    let missing = match data.format {
-        DataFormat::Parquet if !cfg!(feature = "parquet") => Some(("parquet", "jsonl")),
-        DataFormat::Images if !cfg!(feature = "images") => Some(("images", "tensors")),
-        _ => None,
-    };
-    if let Some((feature, instead)) = missing {
-        let key = "data.format";
-        return Err(Error::Config(ConfigError::NotBuilt {
-            key,
-            found: format!("\"{}\"", data.format),
-            place: (checker.place)(key),
-            feature,
-            instead,
-        }));
-    }
     let is_text = data.format == DataFormat::Text;
     checker.require(
         is_text || data.max_bytes.is_none(),

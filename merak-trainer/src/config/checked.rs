@@ -12,6 +12,7 @@ use super::{
     choice::{BackendChoice, Device, Offload, RecomputeMode},
     idle::without_effect,
     keys::MerakArguments,
+    numbers::SeqLength,
 };
 use crate::error::{ConfigError, Error, Result};
 
@@ -111,6 +112,19 @@ impl CheckedArguments {
             told.push(format!("\"tp_overlapping_level\" 0 is used: {reason}"));
         }
         told
+    }
+
+    /// The arguments with the lengths of samples that the data decide on.
+    ///
+    /// # Errors
+    /// Where the lengths do not agree with the other values.
+    pub fn with_lengths(self, lengths: SeqLength) -> Result<Self> {
+        let mut arguments = self.arguments;
+        arguments.seq_length = Some(lengths);
+        Ok(Self {
+            host: self.host,
+            ..arguments.check_to_plan("set in code")?
+        })
     }
 
     /// The arguments as they were given.

@@ -28,34 +28,8 @@ pub(crate) fn read(path: &Path) -> Result<Layer> {
     Ok(layer)
 }
 
-/// The numbers of a file in which nothing else stands; those of a section by `section.key`.
-pub(crate) fn read_numbers(path: &Path) -> Result<BTreeMap<String, f64>> {
-    let mut numbers = BTreeMap::new();
-    for (name, value) in read_table(path)? {
-        let entries = match value.kind {
-            ValueKind::Table(section) => {
-                let entries = section.into_iter();
-                let entries = entries.map(|(inner, value)| (format!("{name}.{inner}"), value));
-                entries.collect()
-            }
-            kind => vec![(name, Value::new(None, kind))],
-        };
-        for (name, value) in entries {
-            let json = strict::json(&value);
-            let Some(number) = json.as_f64() else {
-                return Err(syntax(
-                    path,
-                    &format!("{name} is {json}, expected a number"),
-                ));
-            };
-            numbers.insert(name, number);
-        }
-    }
-    Ok(numbers)
-}
-
-/// The table of a file.
-fn read_table(path: &Path) -> Result<Map<String, Value>> {
+/// The table of a file, whatever its keys.
+pub(crate) fn read_table(path: &Path) -> Result<Map<String, Value>> {
     let text = read_text(path, MAX_CONFIG_BYTES).map_err(Error::reading(path))?;
     // Some editors put a byte-order mark before a text.
     parse(path, text.strip_prefix('\u{feff}').unwrap_or(&text))

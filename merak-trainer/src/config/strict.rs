@@ -37,7 +37,7 @@ pub(super) fn parse_text(text: &str) -> Result<Json, Refusal> {
 }
 
 /// A value as JSON, by its kind.
-pub(super) fn json(value: &Value) -> Json {
+pub(crate) fn json(value: &Value) -> Json {
     match &value.kind {
         ValueKind::Nil => Json::Null,
         ValueKind::Boolean(flag) => Json::from(*flag),

@@ -299,8 +299,7 @@ pub(super) fn exchanged(network: &Network, graph: &Graph, node: &Node) -> Option
         // Each collective counts as the reduction of as many bytes.
         return Some(network.sum_over(axis).seconds(bytes));
     };
-    // Gradients come home to their owner; keys and values end one rank before it.
-    let messages = ring.direction.pairs() * ranks_of(graph, node, &ring) - 1;
+    let messages = ring.messages(ranks_of(graph, node, &ring));
     Some(messages as f64 * network.send.seconds(bytes))
 }
 

@@ -187,35 +187,9 @@ impl Source {
     ///
     /// Two lengths for a model that has one, or one that is too short for span corruption.
     pub fn lengths(&self, args: &CheckedArguments, model: &dyn Model) -> Result<SeqLength> {
-        let has_two = model.objective() == Objective::SequenceToSequence;
-        let given = args.seq_length;
-        if let Some(SeqLength {
-            target: Some(_), ..
-        }) = given
-            && !has_two
-        {
-            return Err(Error::Data(DataError::TwoLengths {
-                family: model.info().family,
-            }));
-        }
         let content = self.first();
-        let input = given
-            .map(|given| given.input)
-            .or_else(|| content.stored_length("input_ids"))
-            .unwrap_or(model.info().max_seq);
-        let mut lengths = SeqLength::from(input);
-        if has_two {
-            lengths.target = match given.and_then(|given| given.target) {
-                Some(target) => Some(target),
-                None if content.is_stream() => {
-                    let counts = corruption(&args.data).longest(input);
-                    let counts = counts.ok_or(Error::Data(DataError::ShortSpans { input }))?;
-                    Some(counts.target())
-                }
-                None => content.stored_length("labels").or(Some(input)),
-            };
-        }
-        Ok(lengths)
+        let stored = |name: &str| content.stored_length(name);
+        lengths(args, model, content.is_stream(), &stored)
     }
 
     /// Makes samples for a model: for validation, and for training if `trains` is set. Returns the
@@ -328,4 +302,53 @@ fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
 pub(super) fn count(number: usize, what: &str) -> String {
     let plural = if number == 1 { "" } else { "s" };
     format!("{number} {what}{plural}")
+}
+
+/// The lengths of the samples of a run whose data nobody has read: text, where its format is one,
+/// and nothing stored that has a length.
+///
+/// # Errors
+///
+/// As [`Source::lengths`].
+pub fn lengths_without_data(args: &CheckedArguments, model: &dyn Model) -> Result<SeqLength> {
+    let is_stream = matches!(args.data.format, DataFormat::Text | DataFormat::Tokens);
+    lengths(args, model, is_stream, &|_| None)
+}
+
+/// The lengths of samples, which may be cut from a stream; `stored` tells those of data that have
+/// one.
+fn lengths(
+    args: &CheckedArguments,
+    model: &dyn Model,
+    is_stream: bool,
+    stored: &dyn Fn(&str) -> Option<usize>,
+) -> Result<SeqLength> {
+    let has_two = model.objective() == Objective::SequenceToSequence;
+    let given = args.seq_length;
+    if let Some(SeqLength {
+        target: Some(_), ..
+    }) = given
+        && !has_two
+    {
+        return Err(Error::Data(DataError::TwoLengths {
+            family: model.info().family,
+        }));
+    }
+    let input = given
+        .map(|given| given.input)
+        .or_else(|| stored("input_ids"))
+        .unwrap_or(model.info().max_seq);
+    let mut lengths = SeqLength::from(input);
+    if has_two {
+        lengths.target = match given.and_then(|given| given.target) {
+            Some(target) => Some(target),
+            None if is_stream => {
+                let counts = corruption(&args.data).longest(input);
+                let counts = counts.ok_or(Error::Data(DataError::ShortSpans { input }))?;
+                Some(counts.target())
+            }
+            None => stored("labels").or(Some(input)),
+        };
+    }
+    Ok(lengths)
 }

@@ -62,7 +62,7 @@ pub enum PlanError {
         /// The file.
         path: PathBuf,
         /// What is wrong.
-        reason: Box<merak_partition::Error>,
+        reason: String,
     },
     /// A dimension of a known model that does not hold the sequence.
     #[error(

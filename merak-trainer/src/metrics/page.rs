@@ -26,9 +26,9 @@ pub struct Page {
     pub title: String,
     /// The plan that runs.
     pub plan: Arc<Plan>,
-    /// How long a step was to take, where that was measured beforehand.
+    /// How long a step was to take, where times were known beforehand.
     pub prediction: Option<Prediction>,
-    /// What its times are, for people.
+    /// What the plan was made by, for people: times, or counted operations.
     pub unit: &'static str,
     /// What each rank of the pipeline was to hold.
     pub memory: Vec<MemoryNeed>,
@@ -123,10 +123,10 @@ impl Page {
         let _ = writeln!(
             text,
             "<p>{}{}</p>",
-            if is_timed {
-                format!("Planned by {}.", self.unit)
-            } else {
-                "Planned by counted operations, drawn as long as the real step.".to_owned()
+            match (is_timed, &real) {
+                (true, _) | (_, None) => format!("Planned by {}.", self.unit),
+                (false, Some(_)) =>
+                    format!("Planned by {}, drawn as long as the real step.", self.unit),
             },
             match &real {
                 None if self.total_steps.is_none() => String::new(),

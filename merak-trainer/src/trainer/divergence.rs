@@ -57,7 +57,7 @@ pub struct Rollback {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub(super) struct RecentLosses(VecDeque<f64>);
 
-/// Watches the losses, which are the same on every rank, and so are its decisions.
+/// Watches the losses of the first rank, so that its decisions are the same on every rank.
 #[derive(Debug, Clone)]
 pub(super) struct DivergenceGuard {
     window: usize,
@@ -122,10 +122,18 @@ impl MerakTrainer {
     /// outcome of the limit of skipped steps, an error that the guard takes up.
     ///
     /// # Communication
-    /// Where the step diverged, a barrier, and that of a save under way and of loading.
+    /// With the guard, a broadcast of 8 bytes from the first rank; where the step diverged, a
+    /// barrier, and that of a save under way and of loading.
     pub(super) fn guard(&mut self, report: &StepReport, limit: Result<()>) -> Result<bool> {
         let Some(guard) = &mut self.divergence else {
             return limit.map(|()| false);
+        };
+        // All judge by the loss of one rank: that of unlike processors may differ in its last bits.
+        let judged = self.stages.mpu.world_group();
+        let judged = judged.broadcast_vec(vec![report.loss], 0)?;
+        let report = &StepReport {
+            loss: judged[0],
+            ..report.clone()
         };
         let cause = match limit {
             Ok(()) => guard.judge(report),

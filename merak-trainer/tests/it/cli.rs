@@ -22,6 +22,7 @@ mod mistakes; // status 2 and what to do about it
 mod mpi; // ranks that mpirun starts
 mod output; // what a training prints
 mod parquet; // records in files of Parquet
+mod plans; // plans without data, and searches for degrees
 mod processes; // ranks in processes of their own
 mod reports; // event files, traces, the page
 mod runs; // one run per folder, signals, full disks

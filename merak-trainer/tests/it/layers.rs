@@ -4,9 +4,9 @@ use std::{fs, path::Path};
 
 /// The modules of the library, each of which imports from those before it. The commands are a
 /// crate of their own above it.
-const ORDER: [&str; 13] = [
+const ORDER: [&str; 14] = [
     "error", "machine", "config", "folder", "world", "network", "data", "plan", "memory", "stage",
-    "trainer", "metrics", "costs",
+    "trainer", "metrics", "costs", "planner",
 ];
 
 /// Every file of a folder, with its text.

@@ -108,6 +108,7 @@ fn completions_and_help_are_printed() {
       evaluate     Evaluates a checkpoint on the validation part of the data
       predict      Writes what a checkpoint says of each sample of the data, as JSON lines
       tokenize     Writes the tokens of the data into files that training reads by range
+      plan         Plans a run without its data, or searches the degrees with the shortest step
       trace        Prints the graph of a model, as one rank runs it
       schedule     Prints a schedule and its figures, or checks one that is given as CSV
       config       Prints the resolved configuration and where each value came from
