@@ -27,7 +27,7 @@ fn a_plan_is_made_without_data_and_says_where_layers_are_and_how_long_a_step_tak
     for part in [
         "ranks     4 = dp 2 x tp 1 x pp 2, 1 compute threads each",
         "transformer.h.0-",
-        " of the pipeline needs most, at least ",
+        " of the pipeline needs most, up to ",
     ] {
         assert!(counted.contains(part), "{part}: {counted}");
     }
