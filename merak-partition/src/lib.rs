@@ -35,8 +35,9 @@
 //!   several stages per rank, within the [memory](RankMemory) of each rank.
 //! - [`Pipeline`] decides all of it for a graph in segments: stages, schedule, recomputation. It
 //!   tells the memory of a rank ([`TrainingBytes`]), the time of a step ([`Prediction`]) and a
-//!   shorter schedule ([`FasterSchedule`]). [`StepCosts`] says what nodes and messages cost, on a
-//!   described [`Cluster`] too, [`ParamBytes`] what a rank keeps for each element of its parameters.
+//!   shorter schedule ([`FasterSchedule`]). [`StepCosts`] says what nodes and messages cost, also
+//!   on a described [`Cluster`]. [`ParamBytes`] says what a rank keeps for each element of its
+//!   parameters.
 //! - [`Partition`] is segments and stages together, and gives the cuts from which stage programs
 //!   are made.
 //! - [`recompute_plan`] selects the values that a stage recomputes instead of keeping.

@@ -53,8 +53,8 @@
 //! - [`Config`], [`MerakArguments`], [`CheckedArguments`]: layers of configuration, the values, and
 //!   values that agree with each other.
 //! - [`Plan`]: the decisions that every rank makes alone and alike before anything runs, made from
-//!   [`PlanInputs`]. [`DegreeSearch`] finds the degrees with the shortest step, on this machine or a
-//!   described [`Cluster`].
+//!   [`PlanInputs`]. [`DegreeSearch`] finds the degrees with the shortest step, on this machine or
+//!   on a described [`Cluster`].
 //! - [`MerakTrainer`]: one rank's trainer; [`run_world`] starts the ranks. [`Callback`]s are told
 //!   of its events.
 //! - [`data`]: data sets, their order, tokenizers. [`metrics`]: records and progress.

@@ -13,7 +13,7 @@ use crate::{
     world::World,
 };
 use ::config::{Map, Value, ValueKind};
-use merak_mpu::{Degrees, GroupKind, Topology, divisors};
+use merak_mpu::{DType, Degrees, GroupKind, Topology, divisors};
 use merak_partition::{Cluster, ClusterCosts, ScheduleChoice, StepCosts};
 use merak_pipe::ScheduleKind;
 use std::{
@@ -81,9 +81,7 @@ fn flat(table: Map<String, Value>) -> Vec<(String, Value)> {
 /// # Errors
 /// As [`Cluster::costs`].
 pub fn cluster_costs(cluster: &Cluster, args: &CheckedArguments) -> Result<ClusterCosts> {
-    let weight_bytes = args
-        .narrow()
-        .map_or(size_of::<f32>(), |narrow| narrow.size_bytes());
+    let weight_bytes = args.narrow().map_or(size_of::<f32>(), DType::size_bytes);
     Ok(cluster.costs(
         args.degrees(),
         args.gradient_accumulation_steps,

@@ -149,20 +149,15 @@ impl Task {
         let located = |error: Error| config.locate(error);
         let mut planned = Planned::new(self.model, self.args).map_err(located)?;
         let workloads = [Workload::Training];
-        let shortage = match &self.cluster {
-            Some(cluster) => {
-                planned.place_on(cluster).map_err(located)?;
-                None
-            }
-            None => match planned.plan.check_memory(&planned.args, &workloads) {
-                Err(shortage) => Some(shortage),
-                Ok(()) => {
-                    let measured = planned.measure(true, &World::of_threads());
-                    measured.map_err(located)?;
-                    None
-                }
-            },
-        };
+        let mut shortage = None;
+        if let Some(cluster) = &self.cluster {
+            planned.place_on(cluster).map_err(located)?;
+        } else if let Err(error) = planned.plan.check_memory(&planned.args, &workloads) {
+            shortage = Some(error);
+        } else {
+            let measured = planned.measure(true, &World::of_threads());
+            measured.map_err(located)?;
+        }
         let needs = planned.plan.memory(&planned.args, &workloads)?;
         Ok(Placed {
             planned,

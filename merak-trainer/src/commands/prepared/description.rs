@@ -1,4 +1,5 @@
-//! A prepared run, described for people: its data and memory, and warnings beside those of the plan.
+//! A prepared run, described for people: its data and memory, and warnings besides those of the
+//! plan.
 
 use super::{super::output, Prepared};
 use merak_ckpt::words::Bytes;
