@@ -1,7 +1,7 @@
 //! What to say about a path at which nothing lies.
 
 use crate::words::file;
-use merak_mpu::names::{did_you_mean, nearest};
+use merak_mpu::names::{did_you_mean, nearest, similar};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -56,16 +56,21 @@ fn neighbour(missing: &Path) -> Option<PathBuf> {
     let is_shown = |other: &String| name.starts_with('.') || !other.starts_with('.');
     let mut names: Vec<_> = names.filter(is_shown).collect();
     names.sort_unstable();
-    similar(name, &names).map(|near| folder.join(near))
+    most_similar(name, &names).map(|near| folder.join(near))
 }
 
 /// The most similar name, if one is similar. Of names with the same ending the rest is compared:
 /// `.json` alone makes no two names similar.
-fn similar(name: &str, others: &[String]) -> Option<String> {
+fn most_similar(name: &str, others: &[String]) -> Option<String> {
     let (stem, ending) = split(name);
     let others = others.iter().map(String::as_str);
     let (same, other): (Vec<&str>, Vec<&str>) = others.partition(|name| split(name).1 == ending);
-    let near = nearest(stem, same.into_iter().map(|name| split(name).0));
+    let stems = same.into_iter().map(|name| split(name).0);
+    let near = if ending.is_empty() {
+        nearest(stem, stems)
+    } else {
+        similar(stem, stems)
+    };
     near.map(|near| format!("{near}{ending}"))
         .or_else(|| nearest(name, other).map(str::to_owned))
 }
@@ -100,7 +105,15 @@ mod tests {
         assert_eq!(hint("runs/quikstart/checkpoints/step-00000001"), inside);
         assert_eq!(hint("else/where"), "; there is no folder else");
         // Nothing is near, nothing is missing, or a file is no folder.
-        for path in ["nowhere.json", "hiden.txt", "corpus.txt", "notes/a", ""] {
+        fs::write(at("tokenizer_config.json"), "").unwrap();
+        for path in [
+            "tokenizer.json",
+            "nowhere.json",
+            "hiden.txt",
+            "corpus.txt",
+            "notes/a",
+            "",
+        ] {
             assert_eq!(hint(path), "", "{path}");
         }
     }

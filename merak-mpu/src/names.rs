@@ -27,6 +27,19 @@ pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) ->
             return Some(only);
         }
     }
+    similar(&name, candidates)
+}
+
+/// As [`nearest`], for names that nobody abbreviates.
+///
+/// ```
+/// use merak_mpu::names::similar;
+/// assert_eq!(similar("tokenizr", ["tokenizer", "tokenizer_config"]), Some("tokenizer"));
+/// assert_eq!(similar("tokenizer", ["tokenizer_config"]), None);
+/// ```
+pub fn similar<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let name = name.to_lowercase();
+    let candidates: Vec<_> = candidates.into_iter().collect();
     let (best, similarity) = most_similar(&name, &candidates).unzip();
     best.filter(|_| similarity > Some(LEAST_SIMILARITY))
         .or_else(|| one_letter_off(&name, &candidates))

@@ -205,7 +205,9 @@ impl Layer {
         let set = on_command_line("--set ");
         let by_option = |value: &Value| !value.origin().unwrap_or_default().starts_with(&set);
         let first = self.0.iter().find_map(|(found, value)| match &value.kind {
-            ValueKind::String(first) if *found == name && by_option(value) => Some(first),
+            ValueKind::String(first) if *found == name && by_option(value) => {
+                Some(first).filter(|first| *first != text && text != "none")
+            }
             _ => None,
         });
         let Some(first) = first else {

@@ -119,7 +119,7 @@ impl Reader<'_> {
             }
             RecordKind::Samples => Kind::Records(records, tokenizer),
             RecordKind::Chats => {
-                let template = ChatTemplate::load(arguments, &tokenizer)?;
+                let template = self.chat_template(first.as_ref(), &tokenizer)?;
                 Kind::Chats(records, tokenizer, template.map(Box::new))
             }
         };
@@ -128,6 +128,24 @@ impl Reader<'_> {
             description,
             validation_fraction: fraction,
         })
+    }
+
+    /// The template of chats, with a warning where it makes the first of them into other tokens than
+    /// it means.
+    fn chat_template(
+        &self,
+        first: Option<&Record>,
+        tokenizer: &Tokenizer,
+    ) -> Result<Option<ChatTemplate>> {
+        let template = ChatTemplate::load(self.arguments)?;
+        if let Some(template) = &template
+            && first.is_some_and(chat::needs_template)
+        {
+            for told in template.lacking_tokens(tokenizer) {
+                tracing::warn!("{told}");
+            }
+        }
+        Ok(template)
     }
 
     /// The stream of the texts of records.
@@ -158,11 +176,11 @@ impl Reader<'_> {
             DataFormat::Text => RecordKind::Text,
             _ => RecordKind::of(first.as_ref(), self.objective),
         };
-        texts.first = first.map(|first| FirstRecord::of(&first, self.objective));
         let template = match kind {
-            RecordKind::Chats => ChatTemplate::load(arguments, &tokenizer)?,
+            RecordKind::Chats => self.chat_template(first.as_ref(), &tokenizer)?,
             _ => None,
         };
+        texts.first = first.map(|first| FirstRecord::of(&first, self.objective));
         let named = input.map_or_else(|| CRATES.to_owned(), |input| input.describe());
         let files = count(texts.num_files(), "file");
         Ok(Content {

@@ -148,7 +148,7 @@ pub enum ConfigError {
     },
     /// A second list for a key, by the same option.
     #[error(
-        "\"{key}\" is given twice ({place}), and the second list would replace the first one: write {}",
+        "\"{key}\" is given twice ({place}), and the second list would replace the first one: write {}, or --set {key}=.. to replace it",
         brief(instead)
     )]
     SecondList {

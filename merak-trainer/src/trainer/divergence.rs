@@ -125,20 +125,27 @@ impl MerakTrainer {
     /// With the guard, a broadcast of 8 bytes from the first rank; where the step diverged, a
     /// barrier, and that of a save under way and of loading.
     pub(super) fn guard(&mut self, report: &StepReport, limit: Result<()>) -> Result<bool> {
-        let Some(guard) = &mut self.divergence else {
+        if self.divergence.is_none() {
             return limit.map(|()| false);
+        }
+        let is_worn_out = match limit {
+            Ok(()) => false,
+            Err(Error::SkippedSteps { .. }) => true,
+            Err(other) => return Err(other),
         };
         // All judge by the loss of one rank: that of unlike processors may differ in its last bits.
-        let judged = self.stages.mpu.world_group();
-        let judged = judged.broadcast_vec(vec![report.loss], 0)?;
+        let loss = self.within(StepPart::Train, report.step, |trainer| {
+            let world = trainer.stages.mpu.world_group();
+            Ok(world.broadcast_vec(vec![report.loss], 0)?[0])
+        })?;
         let report = &StepReport {
-            loss: judged[0],
+            loss,
             ..report.clone()
         };
-        let cause = match limit {
-            Ok(()) => guard.judge(report),
-            Err(Error::SkippedSteps { .. }) => Some(Divergence::Skipped),
-            Err(other) => return Err(other),
+        let cause = match &mut self.divergence {
+            _ if is_worn_out => Some(Divergence::Skipped),
+            Some(guard) => guard.judge(report),
+            None => None,
         };
         let Some(cause) = cause else {
             return Ok(false);

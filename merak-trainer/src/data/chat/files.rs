@@ -76,33 +76,27 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// Files that cannot be read, a template that is none or writes a special token that the
-    /// tokenizer does not have, and a name that no template has.
-    pub(crate) fn load(arguments: &DataArguments, tokenizer: &Tokenizer) -> Result<Option<Self>> {
-        let folder = folder(arguments);
-        let template = Self::of(arguments.chat_template.as_ref(), folder)?;
-        if let (Some(template), Some(folder)) = (&template, folder) {
-            template.check_tokens(tokenizer, &folder.join(CONFIG))?;
-        }
-        Ok(template)
+    /// Files that cannot be read, a template that is none, and a name that no template has.
+    pub(crate) fn load(arguments: &DataArguments) -> Result<Option<Self>> {
+        Self::of(arguments.chat_template.as_ref(), folder(arguments))
     }
 
-    /// Refuses a special token that would become the tokens of its text.
-    fn check_tokens(&self, tokenizer: &Tokenizer, config: &Path) -> Result<()> {
-        let mut written = self.written_tokens();
-        let Some((name, token)) = written.find(|(_, token)| !tokenizer.has(token)) else {
-            return Ok(());
-        };
-        let nearest = tokenizer.nearest_added(token);
-        Err(Error::Data(DataError::Tokenizer {
-            path: config.to_path_buf(),
-            message: format!(
-                "its \"{name}\" is \"{}\", which the chat template writes and the tokenizer {} does not have{}",
+    /// A sentence for each special token that this template names and the tokenizer lacks, so that
+    /// it would become the tokens of its text.
+    pub(in crate::data) fn lacking_tokens(&self, tokenizer: &Tokenizer) -> Vec<String> {
+        let named = self.named_tokens();
+        let lacking = named.filter(|(_, token)| !token.is_empty() && !tokenizer.has(token));
+        let told = lacking.map(|(name, token)| {
+            let nearest = tokenizer.nearest_added(token);
+            format!(
+                "the chat template names \"{name}\", which is \"{}\", and the tokenizer {} does not have that token: it becomes \
+                 those of its text{}",
                 brief(token),
                 tokenizer.name(),
                 did_you_mean(nearest.as_deref())
-            ),
-        }))
+            )
+        });
+        told.collect()
     }
 
     /// The template beside a tokenizer, if there is one.

@@ -101,9 +101,9 @@ impl ChatTemplate {
         }
     }
 
-    /// The special tokens that this template, or that of chats with tools, may write: the name and
-    /// the text of each.
-    pub(super) fn written_tokens(&self) -> impl Iterator<Item = (&str, &str)> {
+    /// The special tokens that this template, or that of chats with tools, names: the name and the
+    /// text of each.
+    pub(super) fn named_tokens(&self) -> impl Iterator<Item = (&str, &str)> {
         let names = |template: &Self| {
             let chat = template.environment.get_template("chat");
             let names = chat.map(|chat| chat.undeclared_variables(false));

@@ -243,7 +243,7 @@ fn a_checkpoint_takes_the_templates_in_use_along() {
 }
 
 #[test]
-fn a_special_token_that_a_template_writes_and_its_tokenizer_lacks_is_refused() {
+fn a_special_token_that_a_template_names_and_its_tokenizer_lacks_is_told() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tokenizer.json");
     std::fs::write(&path, golden_tokenizer().to_json().unwrap()).unwrap();
@@ -252,21 +252,27 @@ fn a_special_token_that_a_template_writes_and_its_tokenizer_lacks_is_refused() {
         tokenizer: TokenizerSource::File(path),
         ..DataArguments::default()
     };
-    let refused = |end: &str, template: &str| {
+    let told = |end: &str, template: &str| {
         let config = json!({ "eos_token": end, "chat_template": template });
         let path = folder.path().join("tokenizer_config.json");
         std::fs::write(path, config.to_string()).unwrap();
-        let error = ChatTemplate::load(&arguments, &tokenizer).err()?;
-        assert!(error.is_user_error());
-        let place = format!("{}/", folder.path().display());
-        Some(error.to_string().replace(&place, ""))
+        let template = ChatTemplate::load(&arguments).unwrap().unwrap();
+        template.lacking_tokens(&tokenizer).join("\n")
     };
-    assert_eq!(refused("<|im_end|>", "{{ eos_token }}"), None);
-    assert_eq!(refused("<|im_edn|>", "it writes none"), None);
-    let mistyped = refused("<|im_edn|>", "{% if tools %}{{ eos_token }}{% endif %}");
-    insta::assert_snapshot!(mistyped.unwrap(), @r#"cannot use the tokenizer tokenizer_config.json: its "eos_token" is "<|im_edn|>", which the chat template writes and the tokenizer tokenizer.json does not have; did you mean "<|im_end|>"?"#);
-    let unlike = refused("stop", "{{ eos_token }}").unwrap();
-    assert!(unlike.ends_with("does not have"), "{unlike}");
+    let place = format!("{}/", folder.path().display());
+    for (end, template) in [
+        ("<|im_end|>", "{{ eos_token }}"),
+        ("<|im_edn|>", "it names none"),
+        ("", "{{ eos_token }}"),
+    ] {
+        assert_eq!(told(end, template), "");
+    }
+    let mistyped = told("<|im_edn|>", "{% if tools %}{{ eos_token }}{% endif %}");
+    insta::assert_snapshot!(mistyped.replace(&place, ""), @r#"the chat template names "eos_token", which is "<|im_edn|>", and the tokenizer tokenizer.json does not have that token: it becomes those of its text; did you mean "<|im_end|>"?"#);
+    let unlike = told("stop", "{{ eos_token }}");
+    assert!(unlike.ends_with("those of its text"), "{unlike}");
+    let bytes = ChatTemplate::load(&arguments).unwrap().unwrap();
+    assert_eq!(bytes.lacking_tokens(&Tokenizer::bytes()).len(), 1);
 }
 
 #[test]

@@ -122,8 +122,8 @@ fn bare_flags_and_lists_are_read_from_the_command_line() {
 
 #[test]
 fn a_second_list_for_a_key_is_refused_and_no_items_are_lost() {
-    assert_snapshot!(message(load_line("--data.path a --tp 2 --data.path=b")), @r#""data.path" is given twice (command line --data.path), and the second list would replace the first one: write --data.path a,b"#);
-    assert_snapshot!(message(load_line("--col-para-list q --tp_layer_lists.col_para_list=[\"k\"]")), @r#""tp_layer_lists.col_para_list" is given twice (command line --tp_layer_lists.col_para_list), and the second list would replace the first one: write one list of all items"#);
+    assert_snapshot!(message(load_line("--data.path a --tp 2 --data.path=b")), @r#""data.path" is given twice (command line --data.path), and the second list would replace the first one: write --data.path a,b, or --set data.path=.. to replace it"#);
+    assert_snapshot!(message(load_line("--col-para-list q --tp_layer_lists.col_para_list=[\"k\"]")), @r#""tp_layer_lists.col_para_list" is given twice (command line --tp_layer_lists.col_para_list), and the second list would replace the first one: write one list of all items, or --set tp_layer_lists.col_para_list=.. to replace it"#);
     // A value by `--set` replaces others as they come.
     for line in [
         "--data.path a --set data.path=b",
