@@ -35,7 +35,10 @@ impl UnmatchedTarget {
 
 impl fmt::Display for UnmatchedTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let hint = did_you_mean(self.nearest.as_deref());
+        let hint = match nearest(&self.name, [ALL_LINEAR]) {
+            Some(text) => in_place_of_the_list(text),
+            None => did_you_mean(self.nearest.as_deref()),
+        };
         let name = brief(&self.name);
         write!(f, "no layer is \"{name}\" of the `target_modules`{hint}")
     }
@@ -49,12 +52,16 @@ pub(super) fn all_linear_hint(targets: &Value) -> String {
         Value::Array(names) => {
             let mut names = names.iter().filter_map(Value::as_str);
             match names.find_map(meant) {
-                Some(text) => format!("; did you mean \"{text}\" in place of the list?"),
+                Some(text) => in_place_of_the_list(text),
                 None => String::new(),
             }
         }
         text => did_you_mean(text.as_str().and_then(meant)),
     }
+}
+
+fn in_place_of_the_list(text: &str) -> String {
+    format!("; did you mean \"{text}\" in place of the list?")
 }
 
 /// The end of a layer's name with as many parts as `name` that is most like it.
