@@ -14,7 +14,7 @@ use super::{
     inputs::ATTENTION_MASK,
     loader::AHEAD,
     packed::DOCUMENT_IDS,
-    records::{self, FirstRecord, RecordKind, Records},
+    records::{self, FirstRecord, Record, RecordKind, Records},
     samples::{Maker, PAIR_BYTES, TEXT_BYTES},
     source::{Datasets, Reader, count},
     store::Tokens,
@@ -130,8 +130,8 @@ impl Reader<'_> {
         })
     }
 
-    /// The template of chats, with a warning where it makes the first of them into other tokens than
-    /// it means.
+    /// The template of chats, with a warning where it is used and the tokenizer lacks a token that it
+    /// names.
     fn chat_template(
         &self,
         first: Option<&Record>,
