@@ -130,8 +130,8 @@ impl Reader<'_> {
         })
     }
 
-    /// The template of chats, with a warning where it is used and the tokenizer lacks a token that it
-    /// names.
+    /// The template of chats, with a warning where it is used and names a token that the tokenizer
+    /// lacks.
     fn chat_template(
         &self,
         first: Option<&Record>,
