@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::{
     Workplace,
-    families::{bert, gpt2, losses, objects},
+    families::{assert_close, bert, gpt2, losses, objects, trained},
 };
 
 const TEMPLATE: &str = "{% for message in messages %}\n{% if message.role not in ['user', 'assistant'] %}\n\
@@ -51,11 +51,6 @@ fn talk(i: usize) -> Value {
     ]})
 }
 
-fn trained(place: &Workplace, keys: &str) -> Vec<f64> {
-    place.succeed(&format!("train merak.toml --overwrite_output_dir {keys}"));
-    losses(place)
-}
-
 #[test]
 fn chats_are_learned_alike_on_every_topology_and_by_an_adapter() {
     let place = place(&lines(talk));
@@ -63,12 +58,7 @@ fn chats_are_learned_alike_on_every_topology_and_by_an_adapter() {
     assert_eq!(alone.len(), 3);
     assert_eq!(trained(&place, "--pp 2"), alone);
     for ranks in ["--tp 2", "--dp 2 --gradient_accumulation_steps 2"] {
-        for (found, alone) in trained(&place, ranks).iter().zip(&alone) {
-            assert!(
-                (found / alone - 1.0).abs() < 1e-4,
-                "{ranks}: {found} against {alone}"
-            );
-        }
+        assert_close(&trained(&place, ranks), &alone, 1e-4, ranks);
     }
     // The checkpoint takes the template along.
     let kept = fs::read_to_string(place.path("run/checkpoints/step-00000003/chat_template.jinja"));
@@ -319,14 +309,7 @@ fn packed_chats_learn_as_each_on_its_own_on_every_topology() {
     let alone = trained(&place, "--gradient_accumulation_steps 12");
     assert_eq!(alone.len(), 3);
     let packed = "--data.packing true --seq_length 80";
-    let near = |keys: &str| {
-        for (found, alone) in trained(&place, keys).iter().zip(&alone) {
-            assert!(
-                (found / alone - 1.0).abs() < 1e-4,
-                "{keys}: {found} against {alone}"
-            );
-        }
-    };
+    let near = |keys: &str| assert_close(&trained(&place, keys), &alone, 1e-4, keys);
     near(&format!("{packed} --gradient_accumulation_steps 4"));
     for ranks in [
         "--tp 2",
@@ -343,12 +326,7 @@ fn packed_chats_learn_as_each_on_its_own_on_every_topology() {
     // Longer than a sequence: cut as without packing.
     let cut = trained(&place, "--gradient_accumulation_steps 12 --seq_length 24");
     let packed = "--data.packing true --seq_length 24 --gradient_accumulation_steps 12";
-    for (found, alone) in trained(&place, packed).iter().zip(&cut) {
-        assert!(
-            (found / alone - 1.0).abs() < 1e-5,
-            "{found} against {alone}"
-        );
-    }
+    assert_close(&trained(&place, packed), &cut, 1e-5, packed);
 }
 
 #[test]

@@ -109,23 +109,26 @@ pub(super) fn images(rows: usize) -> Vec<(&'static str, Dtype, Vec<usize>, Vec<u
     ]
 }
 
-pub(super) fn losses(place: &Workplace) -> Vec<f64> {
-    let text = fs::read_to_string(place.path("run/metrics.jsonl")).expect("the records of a run");
-    let records = text
-        .lines()
-        .map(|line| serde_json::from_str::<Value>(line).expect("one object a line"));
-    records
-        .filter_map(|record| record["loss"].as_f64())
-        .collect()
+/// The steps that a run has recorded in its folder, with their losses.
+pub(super) fn records(place: &Workplace, folder: &str) -> Vec<(u64, f64)> {
+    let records = objects(place, &format!("{folder}/metrics.jsonl")).into_iter();
+    let step = |record: Value| Some((record["step"].as_u64()?, record["loss"].as_f64()?));
+    records.filter_map(step).collect()
 }
 
-fn trained(place: &Workplace, keys: &str) -> Vec<f64> {
+pub(super) fn losses(place: &Workplace) -> Vec<f64> {
+    let records = records(place, "run").into_iter();
+    records.map(|(_, loss)| loss).collect()
+}
+
+/// The losses of a run from the start.
+pub(super) fn trained(place: &Workplace, keys: &str) -> Vec<f64> {
     let _ = fs::remove_dir_all(place.path("run"));
     place.succeed(&format!("train merak.toml {keys}"));
     losses(place)
 }
 
-fn assert_close(actual: &[f64], expected: &[f64], tolerance: f64, what: &str) {
+pub(super) fn assert_close(actual: &[f64], expected: &[f64], tolerance: f64, what: &str) {
     assert_eq!(actual.len(), expected.len(), "{what}");
     for (actual, expected) in actual.iter().zip(expected) {
         let gap = (actual / expected - 1.0).abs();

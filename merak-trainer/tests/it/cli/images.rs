@@ -44,7 +44,7 @@ fn a_build_without_the_feature_names_it() {
 #[cfg(feature = "images")]
 mod with_the_feature {
     use super::*;
-    use crate::cli::families::losses;
+    use crate::cli::families::{assert_close, losses};
     use safetensors::{Dtype, tensor::TensorView};
     use serde_json::Value;
 
@@ -71,12 +71,7 @@ mod with_the_feature {
         assert_eq!(of_images.len(), 3);
         for ranks in ["--pp 2", "--pp 2 --split_inputs true", "--tp 2"] {
             place.succeed(&format!("train merak.toml {args} {ranks}"));
-            for (found, alone) in losses(&place).iter().zip(&of_images) {
-                assert!(
-                    (found / alone - 1.0).abs() < 1e-4,
-                    "{ranks}: {found} against {alone}"
-                );
-            }
+            assert_close(&losses(&place), &of_images, 1e-4, ranks);
         }
 
         place.succeed("predict merak.toml run/checkpoints/step-00000003 -o lines.jsonl");
@@ -107,12 +102,7 @@ mod with_the_feature {
         ));
         // The same samples in one step each, in another order: their sums differ in rounding, and
         // a photo by what decoders may round otherwise.
-        for (tensors, images) in losses(&place).iter().zip(&of_images) {
-            assert!(
-                (images / tensors - 1.0).abs() < 2e-4,
-                "{images} against {tensors}"
-            );
-        }
+        assert_close(&of_images, &losses(&place), 2e-4, "tensors");
     }
 
     #[test]

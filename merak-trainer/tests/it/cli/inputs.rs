@@ -2,7 +2,11 @@
 
 use std::fs;
 
-use super::{Workplace, families::losses, text};
+use super::{
+    Workplace,
+    families::{assert_close, losses, trained},
+    text,
+};
 
 /// A workplace with two texts and jsonl of two kinds of words.
 fn place() -> Workplace {
@@ -26,11 +30,6 @@ fn with_data(place: &Workplace, lines: &str) {
     );
 }
 
-fn trained(place: &Workplace, keys: &str) -> Vec<f64> {
-    place.succeed(&format!("train merak.toml --overwrite_output_dir {keys}"));
-    losses(place)
-}
-
 #[test]
 fn a_mixture_is_the_same_on_every_topology_and_after_a_resume() {
     let place = place();
@@ -40,12 +39,7 @@ fn a_mixture_is_the_same_on_every_topology_and_after_a_resume() {
     assert_eq!(alone.len(), 8);
     let evaluated = place.document("evaluate merak.toml run --json");
     let shared = trained(&place, &format!("{keys} 2 --gradient_accumulation_steps 2"));
-    for (shared, alone) in shared.iter().zip(&alone) {
-        assert!(
-            (shared / alone - 1.0).abs() < 1e-4,
-            "{shared} against {alone}"
-        );
-    }
+    assert_close(&shared, &alone, 1e-4, "dp 2");
     assert_eq!(trained(&place, &format!("{keys} 1 --pp 2")), alone);
     place.succeed("train merak.toml --max_steps 8 --resume run/checkpoints/step-00000004");
     assert_eq!(losses(&place)[4..], alone[4..]);

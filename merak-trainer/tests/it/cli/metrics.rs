@@ -4,15 +4,13 @@ use std::fs;
 
 use serde_json::Value;
 
-use super::Workplace;
+use super::{Workplace, families::objects};
 
 /// The records of steps; those of evaluations have no `loss`.
 fn records(place: &Workplace) -> Vec<Value> {
-    let text = fs::read_to_string(place.path("run/metrics.jsonl")).expect("the records of a run");
-    text.lines()
-        .map(|line| serde_json::from_str::<Value>(line).expect("one object a line"))
-        .filter(|record| record.get("loss").is_some())
-        .collect()
+    let mut records = objects(place, "run/metrics.jsonl");
+    records.retain(|record| record.get("loss").is_some());
+    records
 }
 
 fn numbers(records: &[Value], field: &str) -> Vec<f64> {

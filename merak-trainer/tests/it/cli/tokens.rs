@@ -10,14 +10,9 @@ use insta::assert_snapshot;
 use merak_ckpt::Checksum;
 use serde_json::json;
 
-use super::{Workplace, families::losses, files, model, text};
+use super::{Workplace, families::trained, files, model, text};
 
 const TOKENS: &str = "--data.format tokens --data.path text.tokens";
-
-fn trained(place: &Workplace, keys: &str) -> Vec<f64> {
-    place.succeed(&format!("train merak.toml --overwrite_output_dir {keys}"));
-    losses(place)
-}
 
 /// A workplace with two texts and a model of `vocab` tokens.
 fn place_of(vocab: usize) -> Workplace {

@@ -14,22 +14,13 @@ use merak_ckpt::{
 };
 use serde_json::Value;
 
-use super::{Workplace, files};
+use super::{Workplace, families::records, files};
 
 /// The files that a run leaves, without the records of its times and the page about them.
 fn artefacts(place: &Workplace) -> Vec<(String, Vec<u8>)> {
     let mut found = files(&place.path("run"));
     found.retain(|(name, _)| !["metrics.jsonl", "report.html"].contains(&name.as_str()));
     found
-}
-
-fn losses(place: &Workplace) -> Vec<(u64, f64)> {
-    let text = fs::read_to_string(place.path("run/metrics.jsonl")).expect("the records of a run");
-    let records = text
-        .lines()
-        .map(|line| serde_json::from_str::<Value>(line).expect("one object a line"));
-    let loss = |record: Value| Some((record["step"].as_u64()?, record["loss"].as_f64()?));
-    records.filter_map(loss).collect()
 }
 
 #[test]
@@ -56,7 +47,7 @@ fn a_run_leaves_its_files_and_the_same_bytes_each_time() {
         assert!(names.contains(&name), "{name} in {names:?}");
     }
     assert_eq!(
-        losses(&place)
+        records(&place, "run")
             .iter()
             .map(|(step, _)| *step)
             .collect::<Vec<_>>(),
@@ -118,16 +109,16 @@ fn the_shakespeare_recipe_is_planned_with_any_text_and_asks_for_its_own() {
 fn a_run_goes_on_from_its_checkpoint() {
     let place = Workplace::new();
     place.succeed("train merak.toml --lr_scheduler_type constant");
-    let unbroken = losses(&place);
+    let unbroken = records(&place, "run");
     fs::remove_dir_all(place.path("run")).unwrap();
     place.succeed("train merak.toml --lr_scheduler_type constant --max_steps 3 --resume auto");
     place.succeed("train merak.toml --lr_scheduler_type constant --resume auto");
-    assert_eq!(losses(&place), unbroken);
+    assert_eq!(records(&place, "run"), unbroken);
     // Once more on another topology: the same curve.
     fs::remove_dir_all(place.path("run/checkpoints/step-00000005")).unwrap();
     fs::write(place.path("run/checkpoints/latest"), "step-00000003\n").unwrap();
     place.succeed("train merak.toml --lr_scheduler_type constant --dp 2 --pp 2 --gradient_accumulation_steps 2 --resume latest");
-    for ((step, loss), (_, expected)) in losses(&place).iter().zip(&unbroken) {
+    for ((step, loss), (_, expected)) in records(&place, "run").iter().zip(&unbroken) {
         assert!(
             (loss / expected - 1.0).abs() < 1e-4,
             "step {step}: {loss} against {expected}"
@@ -343,7 +334,7 @@ fn an_interrupt_saves_and_ends_with_status_130() {
     place.succeed(&format!(
         "train merak.toml --max_steps {more} --resume latest"
     ));
-    assert_eq!(losses(&place).last().unwrap().0, more);
+    assert_eq!(records(&place, "run").last().unwrap().0, more);
 }
 
 #[test]

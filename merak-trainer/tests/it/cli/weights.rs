@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::{
     Workplace,
-    families::{self, i64s, write_tensors},
+    families::{self, i64s, records, write_tensors},
     model, settings, text,
 };
 use crate::parity::formula::weight;
@@ -30,15 +30,6 @@ pub(super) fn with_folder(dtype: Option<DType>) -> Workplace {
     let config = config.replace("config = \"model.json\"", "hf_dir = \"hf\"");
     place.write("hf.toml", &config.replace("\"run\"", "\"tuned\""));
     place
-}
-
-/// The records of steps in a folder.
-fn records(place: &Workplace, folder: &str) -> Vec<(u64, f64)> {
-    let text = fs::read_to_string(place.path(folder).join("metrics.jsonl")).expect("it is there");
-    text.lines()
-        .map(|line| serde_json::from_str::<Value>(line).expect("one object a line"))
-        .filter_map(|record| Some((record["step"].as_u64()?, record["loss"].as_f64()?)))
-        .collect()
 }
 
 #[test]
