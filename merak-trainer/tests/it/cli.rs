@@ -44,14 +44,14 @@ mod worlds; // processes that make no world, or leave one
 
 use std::{
     fs,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Command, Output},
 };
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::support::without_checksums;
+use crate::support::{files, without_checksums};
 
 const MERAK: &str = env!("CARGO_BIN_EXE_merak");
 
@@ -173,25 +173,4 @@ fn text() -> String {
         .map(|i| words[(i * i + i / 7) % words.len()])
         .collect::<Vec<_>>()
         .join(" ")
-}
-
-/// Every file below a folder, by its path there.
-fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).expect("a folder") {
-        let path = entry.expect("an entry").path();
-        let name = path
-            .file_name()
-            .expect("a name")
-            .to_string_lossy()
-            .into_owned();
-        if path.is_dir() {
-            let below = files(&path).into_iter();
-            found.extend(below.map(|(file, bytes)| (format!("{name}/{file}"), bytes)));
-        } else {
-            found.push((name, fs::read(&path).expect("a readable file")));
-        }
-    }
-    found.sort();
-    found
 }

@@ -434,3 +434,24 @@ pub(crate) fn without_checksums(text: &str) -> String {
     });
     masked.collect()
 }
+
+/// Every file below a folder, by its path there.
+pub(crate) fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let name = path
+            .file_name()
+            .expect("a name")
+            .to_string_lossy()
+            .into_owned();
+        if path.is_dir() {
+            let below = files(&path).into_iter();
+            found.extend(below.map(|(file, bytes)| (format!("{name}/{file}"), bytes)));
+        } else {
+            found.push((name, std::fs::read(&path).expect("a readable file")));
+        }
+    }
+    found.sort();
+    found
+}

@@ -1,14 +1,11 @@
 //! Ranks in processes of their own do what ranks as threads do.
 
-use std::{
-    collections::BTreeMap, fs, net::TcpListener, path::Path, process::Command, thread,
-    time::Duration,
-};
+use std::{fs, net::TcpListener, path::Path, process::Command, thread, time::Duration};
 
 use serde_json::Value;
 
 use super::{
-    Ended, Workplace,
+    Ended, Workplace, files,
     launch::{end, kill},
     weights,
 };
@@ -85,27 +82,6 @@ fn records(place: &Workplace, run: &str) -> Vec<Value> {
         record
     };
     text.lines().map(record).collect()
-}
-
-/// The files of a folder, by their names within it.
-fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
-    let mut found = BTreeMap::new();
-    let mut folders = vec![folder.to_owned()];
-    while let Some(next) = folders.pop() {
-        for entry in fs::read_dir(next).expect("a folder") {
-            let path = entry.expect("an entry").path();
-            if path.is_dir() {
-                folders.push(path);
-                continue;
-            }
-            let name = path.strip_prefix(folder).expect("a file of it");
-            found.insert(
-                name.display().to_string(),
-                fs::read(&path).expect("its bytes"),
-            );
-        }
-    }
-    found
 }
 
 /// The process of a rank that runs in a folder.

@@ -9,22 +9,12 @@ use super::{
     encoders,
     generation::{generate, greedy},
     resume::{resumed, train_and_save},
+    sp::check,
 };
-use crate::support::{Case, assert_close_losses, assert_close_tensors};
+use crate::support::{Case, assert_close_losses};
 
 fn cut(case: &Case, degrees: (usize, usize, usize)) -> Case {
     case.clone().on(degrees).with("sequence_parallel", true)
-}
-
-fn check(case: &Case, cases: &[Case], steps: usize) {
-    let (first, all) = (case.run(0), case.run(steps));
-    for (number, case) in cases.iter().enumerate() {
-        let what = format!("case {number}: {case:?}");
-        assert_close_tensors(&case.run(0).gradients, &first.gradients, 1e-5, &what);
-        let run = case.run(steps);
-        assert_close_losses(&run.reports[..1], &all.reports[..1], 1e-6, &what);
-        assert_close_losses(&run.reports, &all.reports, 1e-4, &what);
-    }
 }
 
 /// The encoder and the translator that fill in and translate texts.
