@@ -314,6 +314,49 @@ impl AxisGroups for TensorGroup {
 /// The place (rank, column there) of each of six columns in parts of two and four over two ranks.
 const PLACES: [(usize, usize); 6] = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)];
 
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+fn slope_of_silu(x: f64) -> f64 {
+    sigmoid(x) * (1.0 + x * (1.0 - sigmoid(x)))
+}
+
+/// Runs a case of `x [4, 6]` with three results of these lengths on two ranks. `expected` makes of
+/// `x` and of the weights what each rank must find: the results, and the gradient of `x`.
+fn agree_on_two_ranks(
+    case: fn() -> Case<'static>,
+    lens: [usize; 3],
+    expected: impl Fn(&[f64], &[Vec<f64>; 3]) -> [[Vec<f64>; 4]; 2],
+) {
+    for backend in host_backends(1) {
+        for &dtype in dtypes(&backend) {
+            let found = world(2, |member| {
+                let group = member.world_group().expect("every rank is in the world");
+                let run = Run {
+                    groups: Arc::new(TensorGroup(group)),
+                    ..Run::new(&backend, dtype)
+                };
+                measure(&case(), &run)
+            });
+            let numbers = |seed, len| -> Vec<_> {
+                let numbers = noise(seed, len).into_iter();
+                numbers.map(|x| round(dtype, x)).collect()
+            };
+            let [first, second, third] = lens;
+            let weights = [numbers(32, first), numbers(33, second), numbers(34, third)];
+            let expected = expected(&numbers(31, 24), &weights);
+            for (rank, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                let names = ["weights0", "weights1", "weights2", "operand0"];
+                for (what, expected) in names.into_iter().zip(expected) {
+                    let place = format!("{what} of rank {rank} on {} in {dtype}", backend.name());
+                    near(&place, &found[what], expected, tolerance(dtype), false);
+                }
+            }
+        }
+    }
+}
+
 /// The slices of `x [4, 6]` go through a function on their ranks, and are joined and summed.
 const REGIONS: Case<'static> = Case {
     name: "regions of two ranks",
@@ -342,48 +385,21 @@ const REGIONS: Case<'static> = Case {
 
 #[test]
 fn regions_of_two_ranks_join_sum_and_slice() {
-    for backend in host_backends(1) {
-        for &dtype in dtypes(&backend) {
-            let found = world(2, |member| {
-                let group = member.world_group().expect("every rank is in the world");
-                let run = Run {
-                    groups: Arc::new(TensorGroup(group)),
-                    ..Run::new(&backend, dtype)
-                };
-                measure(&REGIONS, &run)
-            });
-            let numbers = |index: u64, len| -> Vec<_> {
-                let numbers = noise(31 + index, len).into_iter();
-                numbers.map(|x| round(dtype, x)).collect()
-            };
-            let (x, weights) = (
-                numbers(0, 24),
-                [numbers(1, 24), numbers(2, 12), numbers(3, 24)],
-            );
-            let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
-            let silu: Vec<_> = x.iter().map(|&x| x * sigmoid(x)).collect();
-            let mut sum = vec![0.0; 12];
-            let mut gradient = vec![0.0; 24];
-            for (i, &x) in x.iter().enumerate() {
-                let local = i / 6 * 3 + PLACES[i % 6].1;
-                sum[local] += silu[i];
-                let slope = sigmoid(x) * (1.0 + x * (1.0 - sigmoid(x)));
-                // Both ranks use the whole of `x` in the same way.
-                gradient[i] = slope * (weights[0][i] + weights[1][local]) + 2.0 * weights[2][i];
-            }
-            for (rank, found) in found.iter().enumerate() {
-                for (what, expected) in [
-                    ("weights0", &silu),
-                    ("weights1", &sum),
-                    ("weights2", &x),
-                    ("operand0", &gradient),
-                ] {
-                    let place = format!("{what} of rank {rank} on {} in {dtype}", backend.name());
-                    near(&place, &found[what], expected, tolerance(dtype), false);
-                }
-            }
+    let expected = |x: &[f64], weights: &[Vec<f64>; 3]| {
+        let silu: Vec<_> = x.iter().map(|&x| x * sigmoid(x)).collect();
+        let mut sum = vec![0.0; 12];
+        let mut gradient = vec![0.0; 24];
+        for (i, &x) in x.iter().enumerate() {
+            let local = i / 6 * 3 + PLACES[i % 6].1;
+            sum[local] += silu[i];
+            // Both ranks use the whole of `x` in the same way.
+            let upstream = weights[0][i] + weights[1][local];
+            gradient[i] = slope_of_silu(x) * upstream + 2.0 * weights[2][i];
         }
-    }
+        let each = [silu, sum, x.to_vec(), gradient];
+        [each.clone(), each]
+    };
+    agree_on_two_ranks(|| REGIONS, [24, 12, 24], expected);
 }
 
 /// Both ranks bend all of `x [4, 6]`; the sum is cut, handed over from columns to rows, and joined
@@ -428,53 +444,27 @@ const EXCHANGES: Case<'static> = Case {
 
 #[test]
 fn exchanges_of_two_ranks_sum_cut_and_turn() {
-    for backend in host_backends(1) {
-        for &dtype in dtypes(&backend) {
-            let found = world(2, |member| {
-                let group = member.world_group().expect("every rank is in the world");
-                let run = Run {
-                    groups: Arc::new(TensorGroup(group)),
-                    ..Run::new(&backend, dtype)
-                };
-                measure(&EXCHANGES, &run)
-            });
-            let numbers = |index: u64, len| -> Vec<_> {
-                let numbers = noise(31 + index, len).into_iter();
-                numbers.map(|x| round(dtype, x)).collect()
-            };
-            let (x, weights) = (
-                numbers(0, 24),
-                [numbers(1, 12), numbers(2, 12), numbers(3, 24)],
-            );
-            let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
-            // Both ranks have the same summand.
-            let sum: Vec<_> = x.iter().map(|&x| 2.0 * x * sigmoid(x)).collect();
-            let mut gradient = vec![0.0; 24];
-            let (mut columns, mut rows) = ([vec![0.0; 12], vec![0.0; 12]], sum.clone());
-            let last_rows = rows.split_off(12);
-            for (i, &x) in x.iter().enumerate() {
-                let (rank, column) = PLACES[i % 6];
-                columns[rank][i / 6 * 3 + column] = sum[i];
-                let slope = sigmoid(x) * (1.0 + x * (1.0 - sigmoid(x)));
-                // Each rank weighs its own columns, its own rows, and all of the joined value.
-                let upstream =
-                    weights[0][i / 6 * 3 + column] + weights[1][i % 12] + 2.0 * weights[2][i];
-                gradient[i] = slope * upstream;
-            }
-            for (rank, found) in found.iter().enumerate() {
-                let rows = [&rows, &last_rows][rank];
-                for (what, expected) in [
-                    ("weights0", &columns[rank]),
-                    ("weights1", rows),
-                    ("weights2", &sum),
-                    ("operand0", &gradient),
-                ] {
-                    let place = format!("{what} of rank {rank} on {} in {dtype}", backend.name());
-                    near(&place, &found[what], expected, tolerance(dtype), false);
-                }
-            }
+    let expected = |x: &[f64], weights: &[Vec<f64>; 3]| {
+        // Both ranks have the same summand.
+        let sum: Vec<_> = x.iter().map(|&x| 2.0 * x * sigmoid(x)).collect();
+        let mut gradient = vec![0.0; 24];
+        let (mut columns, mut rows) = ([vec![0.0; 12], vec![0.0; 12]], sum.clone());
+        let last_rows = rows.split_off(12);
+        for (i, &x) in x.iter().enumerate() {
+            let (rank, column) = PLACES[i % 6];
+            columns[rank][i / 6 * 3 + column] = sum[i];
+            // Each rank weighs its own columns, its own rows, and all of the joined value.
+            let upstream =
+                weights[0][i / 6 * 3 + column] + weights[1][i % 12] + 2.0 * weights[2][i];
+            gradient[i] = slope_of_silu(x) * upstream;
         }
-    }
+        let [first, second] = columns;
+        [
+            [first, rows, sum.clone(), gradient.clone()],
+            [second, last_rows, sum, gradient],
+        ]
+    };
+    agree_on_two_ranks(|| EXCHANGES, [12, 12, 24], expected);
 }
 
 /// Attention of two heads to the keys of a sequence of eight, of which each of two ranks has two
