@@ -121,26 +121,20 @@ impl Lowering<'_> {
     }
 
     fn sending(&self, tag: Tag) -> Instruction {
+        let slot = |kind| self.slot(Action::new(tag.from, kind, tag.microbatch));
         if tag.is_activation() {
-            Instruction::SendActivation(self.slot(Action::new(
-                tag.from,
-                Kind::Forward,
-                tag.microbatch,
-            )))
+            Instruction::SendActivation(slot(Kind::Forward))
         } else {
-            Instruction::SendGrad(self.slot(Action::new(tag.from, Kind::Backward, tag.microbatch)))
+            Instruction::SendGrad(slot(Kind::Backward))
         }
     }
 
     fn receiving(&self, tag: Tag) -> Instruction {
+        let slot = |kind| self.slot(Action::new(tag.to, kind, tag.microbatch));
         if tag.is_activation() {
-            Instruction::RecvActivation(self.slot(Action::new(
-                tag.to,
-                Kind::Forward,
-                tag.microbatch,
-            )))
+            Instruction::RecvActivation(slot(Kind::Forward))
         } else {
-            Instruction::RecvGrad(self.slot(Action::new(tag.to, Kind::Backward, tag.microbatch)))
+            Instruction::RecvGrad(slot(Kind::Backward))
         }
     }
 }

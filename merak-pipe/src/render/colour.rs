@@ -6,6 +6,14 @@ use crate::Kind;
 pub(super) const INK: &str = "#212529";
 /// The outline of the critical path.
 pub(super) const CRITICAL: &str = "#c92a2a";
+/// The entries of a legend, in their order.
+pub(super) const LEGEND: [(Kind, &str); 5] = [
+    (Kind::Forward, "F forward"),
+    (Kind::Backward, "B backward"),
+    (Kind::InputGrad, "I input gradient"),
+    (Kind::WeightGrad, "W weight gradients"),
+    (Kind::Recompute, "R recompute"),
+];
 
 /// Red, green and blue of a kind.
 pub(super) const fn colour(kind: Kind) -> [u8; 3] {

@@ -1,10 +1,10 @@
 //! Several timelines of the same ranks in one picture.
 
 use super::{
-    colour::{INK, fill},
+    colour::{INK, LEGEND, fill},
     svg::{escape, round, tick},
 };
-use crate::{Kind, Span, Timeline, timeline::groups};
+use crate::{Span, Timeline, timeline::groups};
 use std::{collections::BTreeSet, fmt::Write as _};
 
 const WIDTH: f64 = 1080.0;
@@ -125,14 +125,7 @@ fn legend(rows: &[(&str, &Timeline)], bottom: f64) -> String {
         .iter()
         .flat_map(|(_, timeline)| timeline.ranks.iter().flatten());
     let kinds: BTreeSet<char> = spans.map(|span| span.action.kind.letter()).collect();
-    let names = [
-        (Kind::Forward, "F forward"),
-        (Kind::Backward, "B backward"),
-        (Kind::InputGrad, "I input gradient"),
-        (Kind::WeightGrad, "W weight gradients"),
-        (Kind::Recompute, "R recompute"),
-    ];
-    let shown = names
+    let shown = LEGEND
         .into_iter()
         .filter(|(kind, _)| kinds.contains(&kind.letter()));
     let entries = shown.enumerate().map(|(place, (kind, text))| {

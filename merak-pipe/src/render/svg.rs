@@ -1,7 +1,7 @@
 //! A timeline as a picture.
 
-use super::colour::{CRITICAL, INK, fill};
-use crate::{Action, Kind, Schedule, Simulation, Span, timeline::groups};
+use super::colour::{CRITICAL, INK, LEGEND, fill};
+use crate::{Action, Schedule, Simulation, Span, timeline::groups};
 use std::{collections::BTreeMap, fmt::Write as _};
 
 const LEFT: f64 = 70.0;
@@ -305,14 +305,7 @@ impl<'a> Picture<'a> {
     }
 
     fn legend(&mut self, y: f64) {
-        let entries = [
-            (Kind::Forward, "F forward"),
-            (Kind::Backward, "B backward"),
-            (Kind::InputGrad, "I input gradient"),
-            (Kind::WeightGrad, "W weight gradients"),
-            (Kind::Recompute, "R recompute"),
-        ];
-        for (place, (kind, text)) in entries.into_iter().enumerate() {
+        for (place, (kind, text)) in LEGEND.into_iter().enumerate() {
             let x = 10.0 + place as f64 * 150.0;
             let fill = fill(kind, 0, 1);
             self.line(format_args!(
