@@ -16,7 +16,7 @@ use std::{
 /// Elements of a buffer that is too large to be computed in passing.
 const LARGE: usize = 6 << 15;
 
-fn on_cores(cores: usize) -> WorldOptions {
+pub(crate) fn on_cores(cores: usize) -> WorldOptions {
     WorldOptions {
         timeout: DEADLINE,
         cores,

@@ -1,3 +1,4 @@
+use crate::processes::free_port;
 use merak_mpu::{Member, ReduceOp, Result, tcp};
 use std::{
     io::{Read, Write},
@@ -34,11 +35,6 @@ fn join_all(options: &[tcp::JoinOptions]) -> Vec<Result<f32>> {
             .map(|join| join.join().expect("nothing panics"))
             .collect()
     })
-}
-
-fn free_port() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("there is a port");
-    listener.local_addr().expect("it is bound").port()
 }
 
 fn texts(results: Vec<Result<f32>>) -> Vec<String> {

@@ -1,3 +1,4 @@
+use crate::progress::on_cores;
 use merak_mpu::{
     Communicator, Error, Group, Member, Rank, ReduceOp,
     testing::DEADLINE,
@@ -8,14 +9,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-
-fn on_cores(cores: usize) -> WorldOptions {
-    WorldOptions {
-        timeout: DEADLINE,
-        cores,
-        ..WorldOptions::default()
-    }
-}
 
 fn alone(member: &Member) -> Group {
     let group = member.group("alone", &[member.rank()]);
