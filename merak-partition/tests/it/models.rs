@@ -23,10 +23,9 @@ fn llama(layers: usize) -> Box<dyn Model> {
     models::from_config(&config).expect("the configuration is complete")
 }
 
-fn trace(model: &dyn Model) -> Graph {
-    model
-        .trace(&TraceOptions::training(1, 32))
-        .expect("the model traces")
+fn traced(model: Box<dyn Model>) -> (Box<dyn Model>, Graph) {
+    let graph = model.trace(&TraceOptions::training(1, 32));
+    (model, graph.expect("the model traces"))
 }
 
 fn cut(graph: &Graph, model: &dyn Model, method: SplitMethod, num_stages: usize) -> Segments {
@@ -48,8 +47,7 @@ fn ends<'a>(graph: &'a Graph, segments: &Segments, segment: usize) -> (&'a str, 
 
 #[test]
 fn gpt2_small_has_26_segments_of_the_known_sizes() {
-    let model = gpt2(12);
-    let graph = trace(&*model);
+    let (model, graph) = traced(gpt2(12));
     let segments = cut(&graph, &*model, SplitMethod::FarthestMinDeps, 4);
     assert!(
         matches!(
@@ -99,8 +97,8 @@ fn gpt2_small_has_26_segments_of_the_known_sizes() {
 
 #[test]
 fn an_untied_head_and_logits_as_output_give_the_same_segments() {
-    let model = gpt2(12);
-    let expected = cut(&trace(&*model), &*model, SplitMethod::FarthestMinDeps, 4).bounds;
+    let (model, graph) = traced(gpt2(12));
+    let expected = cut(&graph, &*model, SplitMethod::FarthestMinDeps, 4).bounds;
     let untied = TraceOptions {
         untie: true,
         ..TraceOptions::training(1, 32)
@@ -124,8 +122,7 @@ fn an_untied_head_and_logits_as_output_give_the_same_segments() {
 
 #[test]
 fn nearest_min_deps_sets_the_final_norm_and_the_head_apart() {
-    let model = gpt2(12);
-    let graph = trace(&*model);
+    let (model, graph) = traced(gpt2(12));
     let segments = cut(&graph, &*model, SplitMethod::NearestMinDeps, 4);
     assert_eq!(segments.len(), 27);
     assert_eq!(
@@ -141,8 +138,7 @@ fn nearest_min_deps_sets_the_final_norm_and_the_head_apart() {
 
 #[test]
 fn layer_split_follows_the_table_of_the_family() {
-    let model = gpt2(3);
-    let graph = trace(&*model);
+    let (model, graph) = traced(gpt2(3));
     let segments = cut(&graph, &*model, SplitMethod::LayerSplit, 2);
     let starts: Vec<_> = (0..segments.len())
         .map(|s| ends(&graph, &segments, s).0)
@@ -158,8 +154,7 @@ fn layer_split_follows_the_table_of_the_family() {
         ]
     );
 
-    let model = llama(11);
-    let graph = trace(&*model);
+    let (model, graph) = traced(llama(11));
     let segments = cut(&graph, &*model, SplitMethod::LayerSplit, 2);
     assert_eq!(segments.len(), 12, "layers 1 and 10 are different points");
     assert_eq!(
@@ -170,8 +165,7 @@ fn layer_split_follows_the_table_of_the_family() {
 
 #[test]
 fn split_points_are_modules_or_parameters() {
-    let model = gpt2(3);
-    let graph = trace(&*model);
+    let (model, graph) = traced(gpt2(3));
     let mut options =
         SegmentOptions::for_model(&model.info(), 2).with_method(SplitMethod::LayerSplit);
     options.split_points = ["transformer.h.1.mlp.c_fc.weight", "lm_head.weight"]
@@ -198,8 +192,7 @@ fn told(segments: &Segments) -> String {
 
 #[test]
 fn a_given_point_within_a_leaf_cuts_behind_it_which_is_told() {
-    let model = gpt2(3);
-    let graph = trace(&*model);
+    let (model, graph) = traced(gpt2(3));
     let mut options =
         SegmentOptions::for_model(&model.info(), 2).with_method(SplitMethod::LayerSplit);
     // The third one is where a leaf begins.
@@ -260,8 +253,7 @@ fn a_given_point_within_a_leaf_that_the_model_ends_with_cuts_nothing_which_is_to
 
 #[test]
 fn blocks_that_stay_whole_are_cut_at_their_borders_alone() {
-    let model = gpt2(3);
-    let graph = trace(&*model);
+    let (model, graph) = traced(gpt2(3));
     let mut options = SegmentOptions::for_model(&model.info(), 2);
     let within = |options: &SegmentOptions| {
         let segments = segment(&graph, options).unwrap();
@@ -278,8 +270,7 @@ fn blocks_that_stay_whole_are_cut_at_their_borders_alone() {
 
 #[test]
 fn llama_is_never_cut_right_after_its_embedding() {
-    let model = llama(4);
-    let graph = trace(&*model);
+    let (model, graph) = traced(llama(4));
     for method in [SplitMethod::FarthestMinDeps, SplitMethod::NearestMinDeps] {
         let segments = cut(&graph, &*model, method, 8);
         for &border in &segments.bounds[1..segments.len()] {
@@ -293,8 +284,7 @@ fn llama_is_never_cut_right_after_its_embedding() {
 
 #[test]
 fn a_model_with_few_segments_is_refined_to_the_number_of_stages() {
-    let model = gpt2(1);
-    let graph = trace(&*model);
+    let (model, graph) = traced(gpt2(1));
     let segments = cut(&graph, &*model, SplitMethod::FarthestMinDeps, 6);
     assert_eq!((segments.len(), segments.refined), (6, 2));
     let reads = |node: usize| {
@@ -311,8 +301,7 @@ fn a_model_with_few_segments_is_refined_to_the_number_of_stages() {
 
 #[test]
 fn parameters_are_balanced_as_well_as_can_be() {
-    let model = gpt2(12);
-    let graph = trace(&*model);
+    let (model, graph) = traced(gpt2(12));
     let segments = cut(&graph, &*model, SplitMethod::FarthestMinDeps, 4);
     // The embeddings outweigh a third of the blocks, so the first stage is the largest in any
     // partition.
@@ -324,8 +313,7 @@ fn parameters_are_balanced_as_well_as_can_be() {
 
 #[test]
 fn stage_programs_can_be_made_from_the_cuts() {
-    let model = gpt2(4);
-    let graph = trace(&*model);
+    let (model, graph) = traced(gpt2(4));
     let options = SegmentOptions::for_model(&model.info(), 4);
     let partition = Partition::new(&graph, &options, &StageMethod::Uniform).unwrap();
     let cuts = partition.cuts(&graph).unwrap();
@@ -345,8 +333,7 @@ fn stage_programs_can_be_made_from_the_cuts() {
 
 #[test]
 fn recompute_spares_the_embeddings_and_the_last_chunk_of_the_last_stage() {
-    let model = gpt2(2);
-    let graph = trace(&*model);
+    let (model, graph) = traced(gpt2(2));
     let options = SegmentOptions::for_model(&model.info(), 2);
     let partition = Partition::new(&graph, &options, &StageMethod::Uniform).unwrap();
     // Chunks by the segments at their ends: embeddings, attention 0, MLP 0 | attention 1, MLP 1,
@@ -390,8 +377,7 @@ fn recompute_spares_the_embeddings_and_the_last_chunk_of_the_last_stage() {
 #[test]
 fn programs_grow_linearly_with_the_layers() {
     let nodes = |layers, num_stages| {
-        let model = gpt2(layers);
-        let graph = trace(&*model);
+        let (model, graph) = traced(gpt2(layers));
         let partition = Partition::new(
             &graph,
             &SegmentOptions::for_model(&model.info(), num_stages),
