@@ -27,7 +27,7 @@ use pulp::{NullaryFnOnce, x86::V4};
 use super::super::{MatMut, MatRef, Threads, Units};
 use super::tile::finish;
 use super::{Operand, Start, Write, gemm_inline};
-use pack::{GROUP, LINES, Layout, MAX_PANELS, group_len, pack};
+use pack::{GROUP, LINES, Layout, MAX_PANELS, Parts, group_len, pack};
 use tiles::{Sums, Tiles, prefetch};
 
 pub(super) use pack::SPLIT;
@@ -40,8 +40,11 @@ mod tiles;
 /// that a block of packed columns, of 768 KiB, stays in the second-level cache.
 const DEPTH: usize = 512;
 
-/// Columns of an output that a thread computes at once.
-const BLOCK: usize = MAX_PANELS * LINES;
+/// Most columns of an output that a thread computes at once: as many bytes of packed columns,
+/// whatever the number of parts.
+const fn block_cols(parts: usize) -> usize {
+    MAX_PANELS / parts * LINES
+}
 
 /// Rows of the left operand that are packed at a time: enough that neighbours along a column share
 /// pages and cache lines.
@@ -51,18 +54,23 @@ const ROWS: usize = 4 * LINES;
 ///
 /// # Errors
 /// This process has no matrix units; `c` is unchanged.
-pub(super) fn product<'c, W: Operand<f32>, const PARTS: usize>(
-    simd: V4,
+pub(super) fn product<'c, W, S, const PARTS: usize>(
+    simd: S,
     threads: &Threads,
     alpha: f32,
     (a, b): (MatRef<'_, f32>, MatRef<'_, W>),
     start: Start<'_, f32>,
     c: MatMut<'c, f32>,
-) -> Result<(), MatMut<'c, f32>> {
+) -> Result<(), MatMut<'c, f32>>
+where
+    W: Operand<f32>,
+    S: Parts<f32, PARTS> + Parts<W, PARTS>,
+{
     if threads.units() < Units::Matrix || !available() {
         return Err(c);
     }
-    let (height, width) = block_size(a.rows(), b.cols(), threads.num_threads());
+    let most = block_cols(PARTS);
+    let (height, width) = block_size(a.rows(), b.cols(), most, threads.num_threads());
     let blocks = c.row_blocks(height).enumerate().flat_map(|(i, rows)| {
         let blocks = rows.col_blocks(width).enumerate();
         blocks.map(move |(j, out)| (i * height, j * width, out))
@@ -70,7 +78,7 @@ pub(super) fn product<'c, W: Operand<f32>, const PARTS: usize>(
     threads.for_each(blocks, |(row, col, out)| {
         threads.with_scratch(panels_len::<PARTS>(ROWS), |strips| {
             threads.with_scratch(panels_len::<PARTS>(out.cols()), |panels| {
-                simd.vectorize(Block::<W, PARTS> {
+                simd.vectorize(Block::<W, S, PARTS> {
                     simd,
                     threads,
                     alpha,
@@ -89,9 +97,9 @@ pub(super) fn product<'c, W: Operand<f32>, const PARTS: usize>(
 
 /// Height and width of the blocks of an output, in whole panels. The longer side is cut further, so
 /// that all threads get equally many blocks.
-fn block_size(rows: usize, cols: usize, num_threads: usize) -> (usize, usize) {
+fn block_size(rows: usize, cols: usize, most_cols: usize, num_threads: usize) -> (usize, usize) {
     let cut = |len: usize, parts: usize| len.div_ceil(parts).next_multiple_of(LINES);
-    let col_parts = cols.div_ceil(BLOCK);
+    let col_parts = cols.div_ceil(most_cols);
     if rows > cols {
         (cut(rows, num_threads), cut(cols, col_parts))
     } else {
@@ -105,8 +113,8 @@ fn panels_len<const PARTS: usize>(lines: usize) -> usize {
 }
 
 /// A block of the output, for one thread, with memory for packed operands.
-struct Block<'a, W, const PARTS: usize> {
-    simd: V4,
+struct Block<'a, W, S, const PARTS: usize> {
+    simd: S,
     threads: &'a Threads,
     alpha: f32,
     a: MatRef<'a, f32>,
@@ -117,7 +125,11 @@ struct Block<'a, W, const PARTS: usize> {
     out: MatMut<'a, f32>,
 }
 
-impl<W: Operand<f32>, const PARTS: usize> NullaryFnOnce for Block<'_, W, PARTS> {
+impl<W, S, const PARTS: usize> NullaryFnOnce for Block<'_, W, S, PARTS>
+where
+    W: Operand<f32>,
+    S: Parts<f32, PARTS> + Parts<W, PARTS>,
+{
     type Output = ();
 
     #[inline(always)]
@@ -129,7 +141,11 @@ impl<W: Operand<f32>, const PARTS: usize> NullaryFnOnce for Block<'_, W, PARTS> 
     }
 }
 
-impl<W: Operand<f32>, const PARTS: usize> Block<'_, W, PARTS> {
+impl<W, S, const PARTS: usize> Block<'_, W, S, PARTS>
+where
+    W: Operand<f32>,
+    S: Parts<f32, PARTS> + Parts<W, PARTS>,
+{
     /// Adds the products of a range of k.
     #[inline(always)]
     fn add_depth(&mut self, tiles: &Tiles, sums: &mut Sums, k: Range<usize>) {
@@ -143,11 +159,11 @@ impl<W: Operand<f32>, const PARTS: usize> Block<'_, W, PARTS> {
         let a = self.a.sub_cols(k.start, k.len());
         let b = self.b.sub_rows(k.start, k.len());
         let panels = &mut self.panels[..b.cols().div_ceil(LINES) * panel_len];
-        let finite_panels = pack::<W, PARTS>(simd, b.transposed(), Layout::Pairs, panels);
+        let finite_panels = pack(simd, b.transposed(), Layout::Pairs, panels);
         for (i, out) in self.out.reborrow().row_blocks(ROWS).enumerate() {
             let a = a.sub_rows(i * ROWS, out.rows());
             let strips = &mut self.strips[..out.rows().div_ceil(LINES) * panel_len];
-            let finite_strips = pack::<f32, PARTS>(simd, a, Layout::Lines, strips);
+            let finite_strips = pack(simd, a, Layout::Lines, strips);
             let strips = strips.chunks_exact(panel_len).zip(finite_strips);
             for (i, ((strip, finite), mut out)) in strips.zip(out.row_blocks(LINES)).enumerate() {
                 let a = a.sub_rows(i * LINES, out.rows());
@@ -162,7 +178,7 @@ impl<W: Operand<f32>, const PARTS: usize> Block<'_, W, PARTS> {
                         } else {
                             tiles.multiply(strip, panel, sums);
                         }
-                        write_tile(simd, alpha, sums, start, (&mut out, cols));
+                        write_tile(simd.wide(), alpha, sums, start, (&mut out, cols));
                     } else {
                         let b = b.sub_cols(cols.start, cols.len());
                         W::with_wide(self.threads, b, |b| {
@@ -221,7 +237,7 @@ fn multiply_in_f32(
 #[cfg(test)]
 mod tests {
     use super::super::super::testing::{noise, on_any_threads, to_f64};
-    use super::super::{STRIP, blocked};
+    use super::super::{STRIP, blocked, pairs::Pairs};
     use super::*;
 
     const SHAPE: (usize, usize, usize) = (150, 1100, 330);
@@ -242,7 +258,7 @@ mod tests {
         let out = MatMut::new(&mut c, m, n);
         match by {
             By::MatrixUnits => {
-                product::<_, SPLIT>(simd, threads, 1.0, operands, Start::Zero, out).ok()?;
+                product::<_, _, SPLIT>(simd, threads, 1.0, operands, Start::Zero, out).ok()?;
             }
             By::MultiplyAdds => {
                 blocked::product::<_, _, _, STRIP>(simd, threads, 1.0, operands, Start::Zero, out);
@@ -305,8 +321,8 @@ mod tests {
 
     #[test]
     fn rounded_operands_of_both_layouts_are_packed_as_the_tiles_read_them() {
-        let Some(simd) = V4::try_new() else {
-            return eprintln!("skipped: no AVX-512");
+        let Some(simd) = Pairs::try_new() else {
+            return eprintln!("skipped: no AVX-512-BF16");
         };
         let (m, k, n) = (40, 70, 33);
         let (mut a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
@@ -331,8 +347,8 @@ mod tests {
         for (a, b) in pairs {
             let len = |lines: usize| lines.div_ceil(LINES) * k.div_ceil(GROUP) * group_len(1);
             let (mut strips, mut panels) = (vec![0; len(m)], vec![0; len(n)]);
-            simd.vectorize(|| pack::<f32, 1>(simd, a, Layout::Lines, &mut strips));
-            simd.vectorize(|| pack::<f32, 1>(simd, b, Layout::Pairs, &mut panels));
+            simd.vectorize(|| pack(simd, a, Layout::Lines, &mut strips));
+            simd.vectorize(|| pack(simd, b, Layout::Pairs, &mut panels));
             for (found, expected) in emulate((m, k, n), &strips, &panels).iter().zip(&expected) {
                 assert!(found == expected || (found - expected).abs() < 1e-9);
             }

@@ -164,7 +164,7 @@ fn on_units<'c, W: Halves>(
     let Some(simd) = simd else {
         return Err(c);
     };
-    if let Err(c) = amx::product::<W, 1>(simd.wide, threads, 1.0, (a, b), start, c) {
+    if let Err(c) = amx::product::<W, _, 1>(simd, threads, 1.0, (a, b), start, c) {
         dots::product(simd, threads, (a, b), start, c);
     }
     Ok(())

@@ -184,7 +184,7 @@ lanes!(
     as_simd_f32s,
     as_mut_simd_f32s,
     interleave_f32s,
-    super::amx::product::<_, { super::amx::SPLIT }>
+    super::amx::product::<_, _, { super::amx::SPLIT }>
 );
 lanes!(
     f64,

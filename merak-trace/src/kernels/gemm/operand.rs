@@ -188,7 +188,7 @@ impl Operand<f32> for bf16 {
         start: Start<'_, f32>,
         c: MatMut<'c, f32>,
     ) -> Result<(), MatMut<'c, f32>> {
-        amx::product::<_, { amx::SPLIT }>(simd, threads, alpha, operands, start, c)
+        amx::product::<_, _, { amx::SPLIT }>(simd, threads, alpha, operands, start, c)
     }
 }
 

@@ -7,11 +7,11 @@
 
 use std::array;
 
-use pulp::{cast, f32x16, u32x16, x86::V4};
+use bytemuck::Pod;
+use pulp::{NullaryFnOnce, Simd, cast, f32x16, u32x16, x86::V4};
 
 use super::super::super::MatRef;
-use super::super::Operand;
-use super::super::pack::turn_square;
+use super::super::{Operand, halves::Halves, pack::turn_square, pairs::Pairs};
 
 /// Rows of a left operand, or columns of a right one, that are multiplied together: two tiles.
 pub(super) const LINES: usize = 2 * SIDE;
@@ -46,45 +46,135 @@ pub(super) enum Layout {
 }
 
 /// Largest number of panels that one call packs.
-pub(super) const MAX_PANELS: usize = 8;
+pub(super) const MAX_PANELS: usize = 24;
 
-/// Packs lines of an operand (its rows on the left, its columns on the right), widened, with zeros
-/// past the edges, into panels of [`LINES`]. Returns for each panel whether all its elements are
-/// finite, or whether a single part is all that is wanted.
-///
-/// A pair holds elements k and k + 16 of its group, in both operands alike, so whole registers can
-/// be split.
+/// The instructions that make parts of elements.
+pub(in super::super) trait Packing: Copy + Send + Sync {
+    /// The elements of a group that make one of its pairs, in both operands of a product.
+    fn pair(index: usize) -> [usize; 2];
+
+    /// Runs a function that is compiled for these instructions where it is inlined.
+    fn vectorize<F: NullaryFnOnce>(self, f: F) -> F::Output;
+
+    /// The instructions for registers of `f32`.
+    fn wide(self) -> V4;
+}
+
+/// How elements of type `W` become parts that the units multiply, in registers of pairs. `check`
+/// becomes NaN where the parts do not make the element.
+pub(in super::super) trait Parts<W, const PARTS: usize>: Packing {
+    /// The parts of a group of a line, as its pairs.
+    fn along(self, x: &[W; GROUP], check: &mut f32x16) -> [u32x16; PARTS];
+
+    /// The parts of some elements of two lines, each element as a pair with that of the other line.
+    fn across(self, lines: [&[W; SIDE]; 2], check: &mut f32x16) -> [u32x16; PARTS];
+}
+
+/// Pairs of elements k and k + 16 of a group, so that whole registers are split.
+impl Packing for V4 {
+    #[inline(always)]
+    fn pair(index: usize) -> [usize; 2] {
+        [index, index + SIDE]
+    }
+
+    #[inline(always)]
+    fn vectorize<F: NullaryFnOnce>(self, f: F) -> F::Output {
+        Simd::vectorize(self, f)
+    }
+
+    #[inline(always)]
+    fn wide(self) -> V4 {
+        self
+    }
+}
+
+/// Three parts, whose sum is the element unless it is an infinity or a NaN.
+impl<W: Operand<f32>> Parts<W, SPLIT> for V4 {
+    #[inline(always)]
+    fn along(self, x: &[W; GROUP], check: &mut f32x16) -> [u32x16; SPLIT] {
+        let groups = W::groups::<V4>(x);
+        let registers = [groups[0], groups[1]].map(
+            #[inline(always)]
+            |x| W::widen(self, x),
+        );
+        split(self, registers, check)
+    }
+
+    #[inline(always)]
+    fn across(self, lines: [&[W; SIDE]; 2], check: &mut f32x16) -> [u32x16; SPLIT] {
+        let registers = lines.map(
+            #[inline(always)]
+            |x| W::widen(self, W::groups::<V4>(x)[0]),
+        );
+        split(self, registers, check)
+    }
+}
+
+/// Pairs of neighbours, as the instructions that round make them.
+impl Packing for Pairs {
+    #[inline(always)]
+    fn pair(index: usize) -> [usize; 2] {
+        [2 * index, 2 * index + 1]
+    }
+
+    #[inline(always)]
+    fn vectorize<F: NullaryFnOnce>(self, f: F) -> F::Output {
+        self.vectorize(f)
+    }
+
+    #[inline(always)]
+    fn wide(self) -> V4 {
+        self.wide
+    }
+}
+
+/// A single part, the nearest bf16.
+impl<W: Halves> Parts<W, 1> for Pairs {
+    #[inline(always)]
+    fn along(self, x: &[W; GROUP], _: &mut f32x16) -> [u32x16; 1] {
+        [W::along(self, x)]
+    }
+
+    #[inline(always)]
+    fn across(self, [x, next]: [&[W; SIDE]; 2], _: &mut f32x16) -> [u32x16; 1] {
+        [W::across(self, x, next)]
+    }
+}
+
+/// Packs lines of an operand (its rows on the left, its columns on the right) as parts, with zeros
+/// past the edges, into panels of [`LINES`]. Returns for each panel whether its parts make its
+/// elements: three parts of an infinity or a NaN do not.
 ///
 /// # Shapes
 ///
 /// `x: [lines, depth]`; `out`: for each panel, each [`GROUP`] of the depth, each of the parts and
 /// each of two tiles, `[16, 16]`.
 #[inline(always)]
-pub(super) fn pack<W: Operand<f32>, const PARTS: usize>(
-    simd: V4,
+pub(super) fn pack<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
+    simd: S,
     x: MatRef<'_, W>,
     layout: Layout,
     out: &mut [u32],
 ) -> [bool; MAX_PANELS] {
     let panel_len = x.cols().div_ceil(GROUP) * group_len(PARTS);
-    let mut checks = [simd.splat_f32x16(0.0); MAX_PANELS];
+    let mut checks = [simd.wide().splat_f32x16(0.0); MAX_PANELS];
     if x.has_contiguous_rows() {
         let panels = out.chunks_exact_mut(panel_len).zip(&mut checks);
         for (panel, (out, check)) in panels.enumerate() {
             let lines = LINES.min(x.rows() - panel * LINES);
             let x = x.sub_rows(panel * LINES, lines);
-            along::<W, PARTS>(simd, x, layout, out, check);
+            along(simd, x, layout, out, check);
         }
     } else {
-        across::<W, PARTS>(simd, x.transposed(), layout, (out, panel_len), &mut checks);
+        across(simd, x.transposed(), layout, (out, panel_len), &mut checks);
     }
     checks.map(|check| cast::<_, [f32; SIDE]>(check).iter().all(|&x| x == 0.0))
 }
 
 /// Packs a panel whose lines are contiguous.
 #[inline(always)]
-fn along<W: Operand<f32>, const PARTS: usize>(
-    simd: V4,
+fn along<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
+    simd: S,
     x: MatRef<'_, W>,
     layout: Layout,
     out: &mut [u32],
@@ -98,22 +188,22 @@ fn along<W: Operand<f32>, const PARTS: usize>(
         }
         for (group, out) in out.chunks_exact_mut(group_len(PARTS)).enumerate() {
             let k = group * GROUP..x.cols().min((group + 1) * GROUP);
-            let load = |i: usize| match rows[i].get(k.clone()) {
-                Some(row) if row.len() == GROUP => {
-                    let row = W::groups::<V4>(row);
-                    [W::widen(simd, row[0]), W::widen(simd, row[1])]
+            let parts = |i: usize| {
+                let row = rows[i].get(k.clone()).unwrap_or_default();
+                match row.try_into() {
+                    Ok(row) => simd.along(row, check),
+                    Err(_) => simd.along(&padded(row), check),
                 }
-                row => padded(row.unwrap_or_default()),
             };
-            tile::<PARTS>(simd, load, layout == Layout::Pairs, half, out, check);
+            tile(simd.wide(), parts, layout == Layout::Pairs, half, out);
         }
     }
 }
 
 /// Packs all panels of an operand whose lines are interleaved: `x: [depth, lines]`.
 #[inline(always)]
-fn across<W: Operand<f32>, const PARTS: usize>(
-    simd: V4,
+fn across<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
+    simd: S,
     x: MatRef<'_, W>,
     layout: Layout,
     (out, panel_len): (&mut [u32], usize),
@@ -131,46 +221,47 @@ fn across<W: Operand<f32>, const PARTS: usize>(
             for half in 0..2 {
                 let first = panel * LINES + half * SIDE;
                 let lines = first.min(x.cols())..x.cols().min(first + SIDE);
-                let load = |k: usize| match rows[k].get(lines.clone()) {
-                    Some(row) if row.len() == SIDE => W::widen(simd, W::groups::<V4>(row)[0]),
-                    row => padded(row.unwrap_or_default())[0],
+                let parts = |i: usize| {
+                    let rows = S::pair(i).map(|k| rows[k].get(lines.clone()).unwrap_or_default());
+                    if let [Ok(x), Ok(next)] = rows.map(<&[W; SIDE]>::try_from) {
+                        simd.across([x, next], check)
+                    } else {
+                        let [x, next] = rows.map(padded);
+                        simd.across([&x, &next], check)
+                    }
                 };
-                let load = |k: usize| [load(k), load(k + SIDE)];
-                tile::<PARTS>(simd, load, layout == Layout::Lines, half, out, check);
+                tile(simd.wide(), parts, layout == Layout::Lines, half, out);
             }
         }
     }
 }
 
-/// Two registers from too few elements, filled up with zeros.
+/// Too few elements, filled up with zeros.
 #[cold]
-fn padded<W: Operand<f32>>(row: &[W]) -> [f32x16; 2] {
-    let mut values = [0.0; GROUP];
-    for (value, element) in values.iter_mut().zip(row) {
-        *value = element.wide();
-    }
-    cast(values)
+fn padded<W: Pod, const LEN: usize>(x: &[W]) -> [W; LEN] {
+    let mut filled = [W::zeroed(); LEN];
+    filled[..x.len()].copy_from_slice(x);
+    filled
 }
 
-/// Writes the parts of a tile, transposed if `turned`.
+/// Writes the parts of the registers of a tile, transposed if `turned`.
 #[inline(always)]
 fn tile<const PARTS: usize>(
     simd: V4,
-    load: impl Fn(usize) -> [f32x16; 2],
+    mut parts_of: impl FnMut(usize) -> [u32x16; PARTS],
     turned: bool,
     half: usize,
     out: &mut [u32],
-    check: &mut f32x16,
 ) {
     let (out, _) = pulp::as_arrays_mut::<SIDE, _>(out);
     let mut parts = [[simd.splat_u32x16(0); SIDE]; PARTS];
     for i in 0..SIDE {
-        let split: [_; PARTS] = split(simd, load(i), check);
+        let made = parts_of(i);
         for part in 0..PARTS {
             if turned {
-                parts[part][i] = split[part];
+                parts[part][i] = made[part];
             } else {
-                out[(2 * part + half) * SIDE + i] = cast(split[part]);
+                out[(2 * part + half) * SIDE + i] = cast(made[part]);
             }
         }
     }
@@ -187,33 +278,11 @@ fn tile<const PARTS: usize>(
 
 /// The bf16 parts of two registers, as pairs; `check` becomes NaN where an element is not finite.
 #[inline(always)]
-fn split<const PARTS: usize>(
-    simd: V4,
-    [low, high]: [f32x16; 2],
-    check: &mut f32x16,
-) -> [u32x16; PARTS] {
-    if PARTS == 1 {
-        return [pair(simd, rounded(simd, low), rounded(simd, high)); PARTS];
-    }
+fn split(simd: V4, [low, high]: [f32x16; 2], check: &mut f32x16) -> [u32x16; SPLIT] {
     let (low, high) = (parts(simd, low, check), parts(simd, high, check));
     array::from_fn(
         #[inline(always)]
         |part| pair(simd, low[part], high[part]),
-    )
-}
-
-/// The nearest bf16 of each element, ties to even, in the upper half; a NaN stays one.
-#[inline(always)]
-fn rounded(simd: V4, x: f32x16) -> u32x16 {
-    const QUIET: u32 = 0x0040_0000;
-    let bits: u32x16 = cast(x);
-    let odd = simd.and_u32x16(simd.shr_const_u32x16::<16>(bits), simd.splat_u32x16(1));
-    let half = simd.wrapping_add_u32x16(odd, simd.splat_u32x16(0x7fff));
-    let quiet = simd.or_u32x16(bits, simd.splat_u32x16(QUIET));
-    simd.select_u32x16(
-        simd.is_nan_f32x16(x),
-        quiet,
-        simd.wrapping_add_u32x16(bits, half),
     )
 }
 
