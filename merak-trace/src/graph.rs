@@ -232,11 +232,11 @@ impl Graph {
 
     /// The parameter that holds the weight of a linear layer or a lookup. It is the matrix or table
     /// itself, or is reshaped to it: the kernel of a convolution, whose first two dims are those of
-    /// the matrix.
+    /// the matrix. Ranks that share sequences may add up its gradients.
     pub fn weight_of(&self, node: &Node) -> Option<ParamId> {
         let mut weight = *node.inputs.get(1)?;
         while let Some(made_by) = self.producer(weight).map(|id| self.node(id))
-            && matches!(made_by.op, Op::Reshape { .. })
+            && matches!(made_by.op, Op::Reshape { .. } | Op::ShareGrad { .. })
         {
             weight = made_by.inputs[0];
         }

@@ -1,6 +1,7 @@
 //! The plan of a run: the graph, the cut, the schedule. Every rank makes the same plan on its own,
 //! before anything runs.
 
+mod bounds;
 mod draft;
 mod groups;
 mod loss;
@@ -19,6 +20,7 @@ use crate::{
     config::{CheckedArguments, Offload, RecomputeMode},
     error::{ConfigError, Error, PlanError, Result},
 };
+use bounds::bounds_in;
 use draft::with_adapter;
 use merak_ckpt::LoraConfig;
 use merak_partition::{
@@ -240,12 +242,7 @@ impl Plan {
         let split = rewrite_with(&adapted, &passing_whole(&draft.split))?.graph;
         let mut graph = rewrite_with(&split, &sequence)?.graph;
         forward.output.add_hidden_to(&mut graph)?;
-        // The same nodes in the same order, except for the loss at the end.
-        let last = self.cuts.num_stages() - 1;
-        let mut bounds: Vec<_> = (0..=last)
-            .map(|stage| self.cuts.nodes(stage).start)
-            .collect();
-        bounds.push(graph.nodes().len());
+        let bounds = bounds_in(&self.cuts, &self.graph, &adapted, &graph);
         let cuts = StageCuts::new(&graph, bounds)?;
         let program = |stage| Ok(StageProgram::inference(&graph, &cuts, stage)?);
         stages.into_iter().map(program).collect()

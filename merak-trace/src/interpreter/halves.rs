@@ -74,9 +74,8 @@ impl Interpreter {
         store: &mut dyn GradSink,
     ) -> Result<()> {
         let slots = self.slots_of(id);
-        if half == 0 {
-            slots.iter().try_for_each(|&slot| store.open(slot))?;
-        }
+        // Between the halves a sink may have taken memory that these slots share with others.
+        slots.iter().try_for_each(|&slot| store.open(slot))?;
         self.backend
             .accumulate(call, inputs, store.store(), &slots)?;
         if half == 1 {

@@ -85,6 +85,9 @@ fn all_other_degrees_and_recomputation_train_like_one_rank() {
         overlapping(&case, 3).with("parallel_vocab", true),
         on(3, (2, 2, 1)).with("zero_stage", 3),
         on(1, (2, 2, 1)).with("zero_stage", 2),
+        on(2, (2, 2, 2))
+            .with("zero_stage", 2)
+            .with("train_schedule", "zb_v"),
         on(3, (1, 2, 2)).with("train_schedule", "zb_h1"),
         on(2, (1, 2, 2)),
         overlapping(&case, 3).with("activation_checkpointing", true),

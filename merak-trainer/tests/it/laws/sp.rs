@@ -233,7 +233,8 @@ fn a_run_goes_on_with_and_without_shared_sequences() {
 #[test]
 fn evaluations_and_tokens_are_those_of_one_rank() {
     let (prompts, greedy) = greedy();
-    for case in [Case::gpt2(), Case::llama()] {
+    let one_key_head = Case::llama().with_model("num_key_value_heads", 1);
+    for case in [Case::gpt2(), Case::llama(), one_key_head] {
         let evaluated = |case: &Case| {
             let metrics = case.on_ranks(MerakTrainer::evaluate);
             assert!(
@@ -253,7 +254,9 @@ fn evaluations_and_tokens_are_those_of_one_rank() {
             ((1, 2, 2), 2, "all_gather"),
         ] {
             let case = case.clone().on(degrees).sharing(sp);
-            let case = case.with("sp_method", method);
+            let case = case
+                .with("sp_method", method)
+                .with("sequence_parallel", degrees.1 * degrees.2 > 2);
             assert_eq!(
                 generate(&case, &prompts, &greedy),
                 tokens,
