@@ -193,12 +193,12 @@ pub use hf::{
 pub use kind::Kind;
 pub use layout::{Layout, Part};
 pub use lock_file::{HeldFile, lies_at};
+pub use lora::{
+    ADAPTER_CONFIG, ADAPTER_FOLDER, Adapter, FactorName, FactorRole, LoraConfig, extract_lora,
+    has_lora, merge_lora, replace_lora, squares_of_outputs,
+};
 #[cfg(feature = "graph")]
 pub use lora::{ADAPTER_NAMES, AdaptError, Adapted, UnmatchedTarget, adapt, is_adapter_name};
-pub use lora::{
-    Adapter, FactorName, FactorRole, LoraConfig, extract_lora, has_lora, merge_lora, replace_lora,
-    squares_of_outputs,
-};
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
 pub use parse_bytes::{BadByteSize, parse_byte_size};
 pub use path_hint::path_hint;

@@ -21,8 +21,7 @@ mod product;
 #[cfg(feature = "graph")]
 mod unmatched;
 
-pub(crate) use config::FILE as ADAPTER_CONFIG;
-pub use config::LoraConfig;
+pub use config::{FILE as ADAPTER_CONFIG, LoraConfig};
 pub(crate) use extract::has_adapter;
 pub use extract::{extract_lora, has_lora, replace_lora};
 pub use factor::{FactorName, FactorRole};
@@ -128,7 +127,7 @@ impl<'a> Base<'a> {
 
 /// The folder, within that of a run, in which training leaves the adapter, or those that have names
 /// of their own.
-const OF_RUN: &str = "adapter";
+pub const ADAPTER_FOLDER: &str = "adapter";
 
 /// Refuses a folder or file that is no adapter, with what it is, and with the adapter of the run
 /// whose folder it is.
@@ -156,7 +155,7 @@ fn check_is_adapter(path: &Path) -> Result<()> {
 
 /// The adapter in the folder of a run; of several, the first by name.
 fn adapter_of_run(run: &Path) -> Option<String> {
-    let folder = run.join(OF_RUN);
+    let folder = run.join(ADAPTER_FOLDER);
     let named = fs::read_dir(&folder).into_iter().flatten();
     let named = named.filter_map(|entry| Some(entry.ok()?.path()));
     let is_adapter = |folder: &PathBuf| folder.join(config::FILE).is_file();

@@ -1,4 +1,4 @@
-//! Memory of a schedule in bytes.
+//! Memory of a schedule in bytes: the peak of the values that a rank keeps between its actions.
 
 use crate::{Action, Error, Kind, Result, Schedule, Size, StageId, costs::by_stage};
 use serde::Serialize;

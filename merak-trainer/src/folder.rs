@@ -64,12 +64,6 @@ pub(crate) const TRACE_FILE: &str = "trace.json";
 /// The folder of a run's event files, where `logging_dir` names no other.
 pub(crate) const EVENTS: &str = "tensorboard";
 
-/// The folder of a run's adapter in PEFT's format.
-pub(crate) const ADAPTER: &str = "adapter";
-
-/// The name under which a checkpoint has the description of its adapter.
-pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-
 /// The files that a run writes beside its checkpoints.
 const FILES: [&str; 4] = [RESOLVED, METRICS_FILE, REPORT_FILE, TRACE_FILE];
 

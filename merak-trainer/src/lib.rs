@@ -102,7 +102,7 @@ pub use error::{
     ConfigError, DataError, Error, FolderError, PlanError, Result, ResumeError, StepPart, Teller,
     chain,
 };
-pub use folder::{ADAPTER_CONFIG, RunFolder};
+pub use folder::RunFolder;
 pub use machine::{available_bytes, keep_to_one_heap};
 pub use memory::{MemoryNeed, MemoryShortage, Room, RunMemory, Workload};
 pub use plan::{

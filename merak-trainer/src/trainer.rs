@@ -13,9 +13,9 @@ mod generation;
 mod labels;
 mod loading;
 mod prediction;
-mod progress;
 mod resume;
 mod run_length;
+mod run_progress;
 mod run_state;
 mod saving;
 mod shards;
@@ -27,8 +27,8 @@ mod warnings;
 
 use self::{
     divergence::DivergenceGuard,
-    progress::{Records, RunProgress},
     run_length::RunLength,
+    run_progress::{Records, RunProgress},
     saving::Saving,
 };
 pub use best::BestModel;
@@ -39,7 +39,7 @@ pub use evaluation::EvaluationMetrics;
 pub use generation::StopStrings;
 pub use loading::LoadedCheckpoint;
 pub use prediction::{ComputeMetrics, PredictionKind, PredictionOutput, SamplePrediction};
-pub use progress::{Instruction, Lap, StepRecord};
+pub use run_progress::{Instruction, Lap, StepRecord};
 pub use step::StepReport;
 pub use stop::Stop;
 pub use times::{Breakdown, RankTimes, StepProfile};

@@ -1,4 +1,4 @@
-//! Facts of the model families that their files do not say.
+//! What the files of each model family do not say: names that differ, tied weights, cuts.
 
 use super::parts::{self, Parts};
 use super::{StoredTensor, family_of};

@@ -415,6 +415,9 @@ fn chats(
         );
         Error::CommandLine(text)
     })?;
+    for told in template.lacking_tokens(tokenizer) {
+        tracing::warn!("{told}");
+    }
     let prompt = |question: &Vec<u8>| {
         let question = String::from_utf8_lossy(question);
         let text = template.prompt(args.system.as_deref(), &question)?;

@@ -1,11 +1,10 @@
 //! What `merak generate` and `text_generation` share: a model on its ranks that continues prompts.
 
 use super::{model::Loaded, output};
-use merak_ckpt::{Checkpoint, Completion, GenerateOptions, NewToken};
+use merak_ckpt::{ADAPTER_CONFIG, Checkpoint, Completion, GenerateOptions, NewToken};
 use merak_trainer::{
-    ADAPTER_CONFIG, CheckedArguments, ConfigError, Error, MerakArguments, MerakTrainer, Plan,
-    PlanInputs, Result, StopStrings, TokenizerSource, TrainerParts, Workload, World,
-    data::Tokenizer,
+    CheckedArguments, ConfigError, Error, MerakArguments, MerakTrainer, Plan, PlanInputs, Result,
+    StopStrings, TokenizerSource, TrainerParts, Workload, World, data::Tokenizer,
 };
 use std::{collections::BTreeMap, ops::ControlFlow, path::PathBuf, sync::Arc};
 

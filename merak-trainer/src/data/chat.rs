@@ -205,18 +205,19 @@ impl ChatMaker<'_> {
             None => template.answered(&chat),
         };
         let answered = answered.map_err(|reason| record.wrong(reason))?;
-        self.warn_of_role(record, &chat.messages);
+        self.warn_of_role(record, &chat.messages, template);
         let pieces = self.tokenizer.encode_pieces(&answered.text, false)?;
         Ok(AnsweredTokens::of(&pieces, &answered.answers))
     }
 
-    /// Warns of the first role that is none of the usual ones: few templates refuse it, and the
-    /// message of an assistant that is mistyped is not learned.
-    fn warn_of_role(&self, record: &Record, messages: &[Value]) {
+    /// Warns of the first role that is none of the usual ones, nor one that the template writes in
+    /// quotes: few templates refuse it, and the message of an assistant that is mistyped is not
+    /// learned.
+    fn warn_of_role(&self, record: &Record, messages: &[Value], template: &ChatTemplate) {
         let mut roles = messages
             .iter()
             .filter_map(|message| message["role"].as_str());
-        if let Some(role) = roles.find(|role| !ROLES.contains(role))
+        if let Some(role) = roles.find(|role| !ROLES.contains(role) && !template.quotes(role))
             && self.told.is_first("role")
         {
             tracing::warn!(

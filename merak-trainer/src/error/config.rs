@@ -1,4 +1,5 @@
-//! Errors of configurations.
+//! Errors of configurations: the frame around what a value must be, which its type, its range or
+//! `config/check.rs` words.
 
 use super::words::all_of;
 use merak_ckpt::words::{brief, file, sentence};

@@ -1,7 +1,7 @@
 //! The entries of a run as they are moved, put back and removed.
 
-use super::{ADAPTER, ASIDE, Contents, EARLIER, EVENTS, FILES, METRICS_DRAFT, MOVING, REMOVED};
-use merak_ckpt::{Store, format::CHECKPOINTS, words::file};
+use super::{ASIDE, Contents, EARLIER, EVENTS, FILES, METRICS_DRAFT, MOVING, REMOVED};
+use merak_ckpt::{ADAPTER_FOLDER, Store, format::CHECKPOINTS, words::file};
 use std::{
     fs, io,
     os::unix::fs::{MetadataExt, symlink},
@@ -119,7 +119,7 @@ pub(super) fn set_aside(folder: &Path, aside: &Path, has_adapter: bool) -> io::R
 /// Moves the entries of a run, and removes what lies in their new places.
 fn move_run(from: &Path, to: &Path, run: Vec<PathBuf>, has_adapter: bool) -> io::Result<()> {
     for entry in run {
-        if entry == Path::new(ADAPTER) && !has_adapter {
+        if entry == Path::new(ADAPTER_FOLDER) && !has_adapter {
             continue;
         }
         let there = to.join(&entry);
@@ -157,7 +157,7 @@ fn remove_removed(folder: &Path) -> io::Result<()> {
 /// Removes what a run has left, with its adapter or without.
 pub(super) fn remove_run(folder: &Path, has_adapter: bool) -> io::Result<()> {
     for entry in run_in(folder, true)? {
-        if entry != Path::new(ADAPTER) || has_adapter {
+        if entry != Path::new(ADAPTER_FOLDER) || has_adapter {
             remove_entry(&folder.join(entry))?;
         }
     }
@@ -196,7 +196,7 @@ fn has_other_checkpoints(folder: &Path) -> io::Result<bool> {
 pub(super) fn run_in(folder: &Path, one_by_one: bool) -> io::Result<Vec<PathBuf>> {
     let mut paths: Vec<_> = FILES
         .into_iter()
-        .chain([EVENTS, ADAPTER])
+        .chain([EVENTS, ADAPTER_FOLDER])
         .map(PathBuf::from)
         .collect();
     if one_by_one {

@@ -1,7 +1,7 @@
 //! How a run makes room for itself in a folder that has one.
 
 use super::{
-    ADAPTER, ASIDE, Contents, METRICS_DRAFT, METRICS_FILE, MOVING, RESOLVED, RunFolder,
+    ASIDE, Contents, METRICS_DRAFT, METRICS_FILE, MOVING, RESOLVED, RunFolder,
     moves::{
         elsewhere, free_names, free_within, place_checkpoints, remove_aside, remove_run, set_aside,
     },
@@ -11,7 +11,7 @@ use crate::{
     config::CheckedArguments,
     error::{FolderError, Result},
 };
-use merak_ckpt::{Store, words::file, write_regular};
+use merak_ckpt::{ADAPTER_FOLDER, Store, words::file, write_regular};
 use std::{fmt::Write as _, fs, io, path::Path, sync::atomic::Ordering};
 
 /// What becomes of the runs in a folder when the next one begins to write.
@@ -199,7 +199,7 @@ impl RunFolder {
     fn keep_later(&self, step: u64) -> io::Result<()> {
         let (moving, name) = (self.path.join(MOVING), self.next_earlier()?);
         fs::create_dir(&moving)?;
-        let adapter = self.adapter.is_some().then_some(ADAPTER);
+        let adapter = self.adapter.is_some().then_some(ADAPTER_FOLDER);
         for name in adapter.into_iter().chain([RESOLVED]) {
             if self.path.join(name).exists() {
                 fs::rename(self.path.join(name), moving.join(name))?;
@@ -237,6 +237,6 @@ impl RunFolder {
 
 /// Whether a folder has an adapter that goes with its run when that is kept.
 fn has_adapter_to_keep(folder: &Path, trains_adapter: bool) -> bool {
-    let lies_there = |contents: Contents| contents.place(ADAPTER).exists();
+    let lies_there = |contents: Contents| contents.place(ADAPTER_FOLDER).exists();
     (trains_adapter || has_trained_adapter(folder)) && Contents::of(folder).is_ok_and(lies_there)
 }

@@ -1,13 +1,11 @@
 //! How a run takes its folder, and what it finds there.
 
-use super::{
-    ADAPTER, ADAPTER_CONFIG, ASIDE, Contents, EARLIER, METRICS_FILE, OWN_CHECKPOINTS, moves::run_in,
-};
+use super::{ASIDE, Contents, EARLIER, METRICS_FILE, OWN_CHECKPOINTS, moves::run_in};
 use crate::{
     config::CheckedArguments,
     error::{Error, FolderError, Result},
 };
-use merak_ckpt::{format::CHECKPOINTS, has_lora};
+use merak_ckpt::{ADAPTER_CONFIG, ADAPTER_FOLDER, format::CHECKPOINTS, has_lora};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -42,7 +40,7 @@ impl Start {
     /// with nor may replace.
     pub(super) fn check(self, folder: &Path, adapter: Option<&str>) -> Result<()> {
         if let Some(name) = adapter {
-            let path = folder.join(ADAPTER);
+            let path = folder.join(ADAPTER_FOLDER);
             let is_of_run = || {
                 let runs = [folder.to_owned(), folder.join(ASIDE)];
                 runs.iter().any(|run| has_trained_adapter(run))

@@ -5,7 +5,7 @@ use crate::{
     config::{InputPath, MerakArguments},
     error::{Error, FolderError},
 };
-use merak_ckpt::{Header, Store, format::CHECKPOINTS};
+use merak_ckpt::{ADAPTER_CONFIG, ADAPTER_FOLDER, Header, Store, format::CHECKPOINTS};
 use std::{io, path::Path};
 
 fn args(folder: &Path, change: impl FnOnce(&mut MerakArguments)) -> CheckedArguments {
@@ -577,8 +577,8 @@ fn an_adapter_of_no_run_is_neither_replaced_nor_set_aside() {
             args.overwrite_output_dir = resume.is_none();
         })
     };
-    let own = path.join(ADAPTER).join(ADAPTER_CONFIG);
-    fs::create_dir(path.join(ADAPTER)).unwrap();
+    let own = path.join(ADAPTER_FOLDER).join(ADAPTER_CONFIG);
+    fs::create_dir(path.join(ADAPTER_FOLDER)).unwrap();
     fs::write(&own, "{}").unwrap();
     let refused = take(&training("default", None)).unwrap_err();
     let text = refused
@@ -605,12 +605,12 @@ fn an_adapter_of_no_run_is_neither_replaced_nor_set_aside() {
     run(path, 8);
     let step = Store::in_output_dir(path).path_of(8);
     fs::write(step.join(ADAPTER_CONFIG), "{}").unwrap();
-    fs::create_dir(path.join(ADAPTER)).unwrap();
+    fs::create_dir(path.join(ADAPTER_FOLDER)).unwrap();
     fs::write(&own, "{}").unwrap();
     take(&training("default", None)).unwrap();
     let new = take(&replacing(path)).unwrap();
     new.begin(None).unwrap();
-    assert!(new.replaced().unwrap().join(ADAPTER).exists() && !own.exists());
+    assert!(new.replaced().unwrap().join(ADAPTER_FOLDER).exists() && !own.exists());
 }
 
 #[test]

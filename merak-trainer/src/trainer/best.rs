@@ -4,9 +4,8 @@ use super::{EvaluationMetrics, MerakTrainer};
 use crate::{
     config::{MetricName, one_of},
     error::{ConfigError, Error, Result, ResumeError},
-    folder::ADAPTER,
 };
-use merak_ckpt::{Checkpoint, Store, replace_lora};
+use merak_ckpt::{ADAPTER_FOLDER, Checkpoint, Store, replace_lora};
 use merak_mpu::ReduceOp;
 use merak_mpu::names::nearest;
 use merak_zero::EMA;
@@ -169,7 +168,7 @@ impl MerakTrainer {
             self.set_optimizer(averages)?;
         }
         if self.stages.mpu.is_rank_0() && self.stages.plan.draft.lora.is_some() {
-            replace_lora(&checkpoint, folder.join(ADAPTER))?;
+            replace_lora(&checkpoint, folder.join(ADAPTER_FOLDER))?;
         }
         Ok(())
     }

@@ -4,10 +4,11 @@ use super::{EarlyStopping, MerakTrainer, resume, run_state::RunState, shards::Sh
 use crate::{
     data::TrainingOrder,
     error::{Result, StepPart},
-    folder::{ADAPTER, ADAPTER_CONFIG},
     plan::BASE_NAME,
 };
-use merak_ckpt::{Checkpoint, Draft, Header, Shard, Store, Topology, replace_lora};
+use merak_ckpt::{
+    ADAPTER_CONFIG, ADAPTER_FOLDER, Checkpoint, Draft, Header, Shard, Store, Topology, replace_lora,
+};
 use std::{path::PathBuf, sync::Arc};
 
 impl MerakTrainer {
@@ -108,7 +109,7 @@ impl MerakTrainer {
                 .start_rotation(store, self.args.save_total_limit, keep)?;
             if adapter.is_some() {
                 let saved = Checkpoint::open(&path)?;
-                replace_lora(&saved, self.args.run_folder()?.join(ADAPTER))?;
+                replace_lora(&saved, self.args.run_folder()?.join(ADAPTER_FOLDER))?;
             }
         }
         world.barrier()?;

@@ -14,11 +14,11 @@ use super::{LoadedCheckpoint, TrainerParts};
 use crate::{
     config::CheckedArguments,
     error::{Error, Result, ResumeError, chain},
-    folder::{ADAPTER_CONFIG, AUTO, Contents, OWN_CHECKPOINTS},
+    folder::{AUTO, Contents, OWN_CHECKPOINTS},
     plan::{BASE_NAME, Plan},
 };
 use merak_ckpt::{
-    Checkpoint, Error as CkptError, LoraConfig, Store,
+    ADAPTER_CONFIG, Checkpoint, Error as CkptError, LoraConfig, Store,
     format::{CHECKPOINTS, parse_step_name},
 };
 use merak_mpu::names::{did_you_mean, nearest};

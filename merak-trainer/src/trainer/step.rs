@@ -1,6 +1,6 @@
 //! One optimizer step.
 
-use super::{MerakTrainer, callback::Told, progress::Instruction};
+use super::{MerakTrainer, callback::Told, run_progress::Instruction};
 use crate::{
     data::{
         ATTENTION_MASK, Batch, Collation, DOCUMENT_IDS, Dataset, LABELS, Loader, Names, Requests,

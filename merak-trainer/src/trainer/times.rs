@@ -1,6 +1,6 @@
 //! The times of a step's instructions, and the actions of a window of steps.
 
-use super::{MerakTrainer, StepRecord, progress::Instruction};
+use super::{MerakTrainer, StepRecord, run_progress::Instruction};
 use crate::error::Result;
 use merak_pipe::{Kind, Span, Timeline, trace};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};

@@ -127,18 +127,52 @@ fn every_page_with_rust_code_is_a_doc_test_of_the_examples() {
     assert!(pages > 0 && untested.is_empty(), "{pages}, {untested:?}");
 }
 
-/// All sources of the crates as one text, in which a line that ends with a backslash goes on.
-fn sources(folder: &Path, all: &mut String) {
+/// The paths of all sources in a folder, but for those that a build makes.
+fn source_paths(folder: &Path, all: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).expect("the folder is there") {
-        let path = entry.expect("a readable entry").path();
-        if path.is_dir() {
-            sources(&path, all);
+        let entry = entry.expect("a readable entry");
+        let (path, name) = (entry.path(), entry.file_name());
+        if path.is_dir() && name != "target" && !name.to_string_lossy().starts_with('.') {
+            source_paths(&path, all);
         } else if path.extension().is_some_and(|end| end == "rs") {
-            let text = fs::read_to_string(&path).expect("a source is text");
-            let mut lines = text.split("\\\n");
-            all.push_str(lines.next().unwrap_or_default());
-            all.extend(lines.map(str::trim_start));
+            all.push(path);
         }
+    }
+}
+
+#[test]
+fn every_source_that_the_pages_for_developers_name_is_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut sources = Vec::new();
+    source_paths(&root, &mut sources);
+    let (mut named, mut lost) = (0, Vec::new());
+    for page in ["docs/ARCHITECTURE.md", "docs/HOW-TO-ADD.md"] {
+        let content = fs::read_to_string(root.join(page)).expect("the page is there");
+        let content = text(&content);
+        let quoted = content.split('`').skip(1).step_by(2);
+        let paths = quoted.map(|path| path.split("::").next().unwrap_or_default());
+        let paths = paths
+            .filter(|path| !path.contains(['<', '{']))
+            .map(Path::new);
+        for path in paths.filter(|path| path.extension().is_some_and(|end| end == "rs")) {
+            named += 1;
+            if !sources.iter().any(|source| source.ends_with(path)) {
+                lost.push(format!("{page}: {}", path.display()));
+            }
+        }
+    }
+    assert!(named > 100 && lost.is_empty(), "{named} names, {lost:?}");
+}
+
+/// All sources in a folder as one text, in which a line that ends with a backslash goes on.
+fn sources(folder: &Path, all: &mut String) {
+    let mut paths = Vec::new();
+    source_paths(folder, &mut paths);
+    for path in paths {
+        let text = fs::read_to_string(&path).expect("a source is text");
+        let mut lines = text.split("\\\n");
+        all.push_str(lines.next().unwrap_or_default());
+        all.extend(lines.map(str::trim_start));
     }
 }
 

@@ -1,4 +1,4 @@
-//! Adam and AdamW.
+//! Adam and AdamW, in memory of the host; on devices libtorch has a step of its own.
 
 use crate::{OptimizerConfig, OptimizerKind};
 

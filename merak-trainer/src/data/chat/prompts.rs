@@ -7,7 +7,7 @@ use std::{
 
 use serde_json::json;
 
-use super::{Chat, ChatTemplate};
+use super::{Chat, ChatTemplate, Tokenizer};
 use crate::error::{DataError, Error, Result};
 
 /// The chat template of a model's folder, which makes prompts of questions.
@@ -36,6 +36,11 @@ impl ChatPrompts {
             folder: folder.to_path_buf(),
             template,
         }))
+    }
+
+    /// A sentence for each special token that the template names and the tokenizer lacks.
+    pub fn lacking_tokens(&self, tokenizer: &Tokenizer) -> Vec<String> {
+        self.template.lacking_tokens(tokenizer)
     }
 
     /// The text of a chat with a question of the user, perhaps after a `system` message, up to

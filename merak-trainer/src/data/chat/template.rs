@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, ops::Range};
 
 use minijinja::{
-    Environment, Error, ErrorKind,
+    Environment, Error, ErrorKind, Template,
     syntax::SyntaxConfig,
     value::{Serde, Value as JinjaValue},
 };
@@ -104,16 +104,25 @@ impl ChatTemplate {
     /// The special tokens that this template, or that of chats with tools, names: the name and the
     /// text of each.
     pub(super) fn named_tokens(&self) -> impl Iterator<Item = (&str, &str)> {
-        let names = |template: &Self| {
-            let chat = template.environment.get_template("chat");
-            let names = chat.map(|chat| chat.undeclared_variables(false));
-            names.unwrap_or_default()
-        };
-        let templates = [Some(self), self.tool_use.as_deref()];
-        let names: BTreeSet<_> = templates.into_iter().flatten().flat_map(names).collect();
+        let names = |chat: Template<'_, '_>| chat.undeclared_variables(false);
+        let names: BTreeSet<_> = self.parsed().flat_map(names).collect();
         let tokens = self.special_tokens.iter();
         let tokens = tokens.filter(move |(name, _)| names.contains(*name));
         tokens.filter_map(|(name, text)| Some((name.as_str(), text.as_str()?)))
+    }
+
+    /// Whether this template, or that of chats with tools, has a text in quotes, such as a role.
+    pub(super) fn quotes(&self, text: &str) -> bool {
+        let quoted = [format!("'{text}'"), format!("\"{text}\"")];
+        self.parsed()
+            .any(|chat| quoted.iter().any(|quoted| chat.source().contains(quoted)))
+    }
+
+    /// This template and that of chats with tools, parsed.
+    fn parsed(&self) -> impl Iterator<Item = Template<'_, '_>> {
+        let templates = [Some(self), self.tool_use.as_deref()];
+        let all = templates.into_iter().flatten();
+        all.filter_map(|template| template.environment.get_template("chat").ok())
     }
 
     /// The template for a chat.

@@ -276,6 +276,19 @@ fn a_special_token_that_a_template_names_and_its_tokenizer_lacks_is_told() {
 }
 
 #[test]
+fn a_template_quotes_the_roles_that_it_treats() {
+    let source =
+        r#"{% if messages[0].role == 'critic' or messages[0].role == "judge" %}a{% endif %}"#;
+    let template = ChatTemplate::new("{{ 'user' }}", Map::new()).unwrap();
+    let tool_use = ChatTemplate::new(source, Map::new()).unwrap();
+    let both = template.with_tool_use(Some(tool_use));
+    for role in ["user", "critic", "judge"] {
+        assert!(both.quotes(role), "{role}");
+    }
+    assert!(!both.quotes("crit") && !both.quotes("messages"));
+}
+
+#[test]
 fn templates_that_are_none_or_never_end_are_refused() {
     let none = |source: &str| ChatTemplate::new(source, Map::new()).unwrap_err();
     assert!(none("{% if %}").starts_with("the chat template fails in line"));

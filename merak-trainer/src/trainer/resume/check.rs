@@ -9,10 +9,9 @@ use crate::{
     config::CheckedArguments,
     data::{DataFingerprint, Tokenizer, TokenizerFingerprint},
     error::{Error, Result, ResumeError},
-    folder::ADAPTER_CONFIG,
     plan::{ParamGroups, Plan},
 };
-use merak_ckpt::{Checkpoint, Kind, LoraConfig, Manifest};
+use merak_ckpt::{ADAPTER_CONFIG, Checkpoint, Kind, LoraConfig, Manifest};
 use merak_trace::{Param, models::ModelInfo};
 use merak_zero::{EMA, OptimizerKind};
 use std::collections::BTreeSet;

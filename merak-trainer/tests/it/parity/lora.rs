@@ -3,14 +3,15 @@
 
 use std::{collections::BTreeMap, fs, path::Path};
 
-use merak_ckpt::{Adapter, Checkpoint, GenerateOptions, HfFolder, LoraConfig, adapt, extract_lora};
+use merak_ckpt::{
+    ADAPTER_CONFIG, Adapter, Checkpoint, GenerateOptions, HfFolder, LoraConfig, adapt, extract_lora,
+};
 #[cfg(feature = "tch")]
 use merak_ckpt::{DType, Kind};
 use merak_trace::{
     SharedBackend,
     models::{self, Head, TraceOptions},
 };
-use merak_trainer::ADAPTER_CONFIG;
 use serde::Deserialize;
 use serde_json::Value;
 use tempfile::tempdir;
