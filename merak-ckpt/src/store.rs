@@ -236,6 +236,29 @@ impl Store {
         Ok(deleted)
     }
 
+    /// Deletes the checkpoints after `step`, which `latest` then names, and returns their steps. One
+    /// rank calls it.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder cannot be listed or changed.
+    pub fn remove_later(&self, step: u64) -> Result<Vec<u64>> {
+        let mut later = self.steps()?;
+        later.retain(|&other| other > step);
+        if later.is_empty() {
+            return Ok(later);
+        }
+        let _lock = self.lock()?;
+        let best = self.read_pointer(format::BEST).ok().flatten();
+        if best.is_some_and(|best| later.contains(&best)) {
+            self.set_best(None)?;
+        }
+        self.write_pointer(format::LATEST, step)?;
+        for &deleted in &later {
+            self.delete(&self.path_of(deleted))?;
+        }
+        Ok(later)
+    }
+
     /// Moves the checkpoints after `step` to another store of the same file system, whose `latest`
     /// and `best` name them as before. The bases are linked there, so that both stores have them.
     /// Here `latest` then names `step`. Returns the steps that moved.

@@ -50,9 +50,10 @@ pub struct Choice {
 pub fn auto_lists(model: &Graph, degree: usize) -> Result<AutoLists> {
     let mut skipped = BTreeSet::new();
     let mut best = Candidate::new(model, degree, &skipped)?;
-    // A pair begins at the first layer that can. Without that layer it may begin after it.
+    // A pair begins at the first layer that can. Without that layer it may begin after it, whether
+    // that layer was split in the end or its parts had to be gathered.
     for group in 0..best.auto.choices.len() {
-        if best.auto.choices[group].kind == Some(SplitKind::Col) {
+        if best.auto.choices[group].kind != Some(SplitKind::Row) {
             skipped.insert(group);
             match Candidate::new(model, degree, &skipped) {
                 Ok(other) if other.is_better_than(&best) => best = other,
@@ -80,7 +81,7 @@ impl Candidate {
     fn new(model: &Graph, degree: usize, skipped: &BTreeSet<usize>) -> Result<Self> {
         let mut search = Search::new(model, degree);
         for &group in skipped {
-            let reason = "layers after it are split, which communicates less";
+            let reason = "layers after it are split in its place";
             search.groups[group].whole.get_or_insert(reason.to_owned());
         }
         // Each attempt but the last gives up some kind of layer for good.
@@ -95,8 +96,8 @@ impl Candidate {
     }
 
     fn is_better_than(&self, other: &Self) -> bool {
-        let is_no_worse = self.elements >= other.elements && self.bytes <= other.bytes;
-        is_no_worse && (self.elements, self.bytes) != (other.elements, other.bytes)
+        let is_as_much = self.elements == other.elements && self.bytes < other.bytes;
+        self.elements > other.elements || is_as_much
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reasons why a model cannot be split.
 
 use crate::vocab::SPLIT_VOCABULARY;
-use merak_trace::Axis;
+use merak_trace::{Axis, op::Attention};
 
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -247,6 +247,35 @@ impl Error {
             _ => None,
         }
     }
+}
+
+impl Error {
+    /// The query heads of an attention that the ranks of an axis cannot share.
+    pub(crate) fn heads(
+        module: &str,
+        spec: &Attention,
+        (axis, degree): (Axis, usize),
+        is_bound: bool,
+    ) -> Self {
+        Self::Heads {
+            module: module.to_owned(),
+            heads: spec.heads,
+            axis,
+            degree,
+            is_bound,
+            legal: shares_of_heads(spec),
+        }
+    }
+}
+
+/// The degrees that share out the query heads of an attention, and share out or repeat its key
+/// heads.
+pub(crate) fn shares_of_heads(spec: &Attention) -> Vec<usize> {
+    let mut degrees = divisors(spec.heads);
+    degrees.retain(|&degree| {
+        spec.kv_heads.is_multiple_of(degree) || degree.is_multiple_of(spec.kv_heads)
+    });
+    degrees
 }
 
 /// A number of heads of a kind in words: on the sequence axis they are those of a rank.

@@ -103,6 +103,7 @@ pub(crate) fn find(model: &Graph, options: &Options) -> Result<Matches> {
     matches
         .unmatched
         .extend(unused.map(|(_, entry)| entry.shown));
+    check_heads(model, options, &matches)?;
     keep_shared_heads_whole(model, degree, &mut matches);
     if let Some(vocab) = options.vocab {
         vocab::split(model, &layers, vocab, degree, &mut matches)?;
@@ -313,6 +314,30 @@ pub(crate) fn parts(model: &Graph, users: &[Vec<NodeId>], layer: &Layer<'_>) -> 
         return sizes.clone();
     }
     vec![layer.outputs]
+}
+
+/// Refuses to cut query heads that the ranks cannot share, whether an operation between the layer
+/// and the attention would need them whole or not.
+fn check_heads(model: &Graph, options: &Options, matches: &Matches) -> Result<()> {
+    for node in model.nodes() {
+        let Op::Attention(spec) = &node.op else {
+            continue;
+        };
+        let layer = made_by(model, node.inputs[0]).and_then(|layer| matches.roles.get(&layer));
+        let is_cut = layer.is_some_and(|role| role.kind == SplitKind::Col);
+        // Features that do not divide are told of the layer.
+        let features = model.ty(node.inputs[0]).last_dim();
+        let divides = |count: usize| count.is_multiple_of(options.degree);
+        if is_cut && divides(features) && !divides(spec.heads) {
+            return Err(Error::heads(
+                &node.scope,
+                spec,
+                (options.axis, options.degree),
+                true,
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The layers that make fewer key or value heads than there are ranks, each with its heads.

@@ -2,7 +2,7 @@
 
 use crate::{
     Error, LayerLists, Options, Report, Result, SplitKind,
-    error::MOST_LISTED,
+    error::{MOST_LISTED, shares_of_heads},
     matching::{self, Role},
     report::SplitModule,
     rules::{self, Need, NodePlacement, Site},
@@ -73,6 +73,13 @@ pub fn rewrite_with(model: &Graph, options: &Options) -> Result<Rewritten> {
     refuse_rewritten(model, options.axis)?;
     split(model, options).map_err(|mut error| {
         if let Some(legal) = error.legal_mut() {
+            // Key heads may be repeated on more ranks than their features divide.
+            legal.extend(model.nodes().iter().flat_map(|node| match &node.op {
+                Op::Attention(spec) => shares_of_heads(spec),
+                _ => Vec::new(),
+            }));
+            legal.sort_unstable();
+            legal.dedup();
             // What suits one layer may not suit the others.
             let suits = |&degree: &usize| {
                 degree == 1 || split(model, &options.clone().with_degree(degree)).is_ok()

@@ -117,7 +117,7 @@ impl fmt::Display for StageTimes {
         });
         write!(
             f,
-            "stage {stage} on rank {rank}: forward {forward}; backward {backward}"
+            "stage {stage} on rank {rank} of the pipeline: forward {forward}; backward {backward}"
         )
     }
 }

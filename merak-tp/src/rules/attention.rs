@@ -1,7 +1,7 @@
 //! Operations on packed heads.
 
 use super::{Need, NodePlacement, Site};
-use crate::{Error, Result, SequenceMethod, error::divisors};
+use crate::{Error, Result, SequenceMethod, error::shares_of_heads};
 use merak_trace::{
     Axis, Op, Placement, Shard,
     op::{Attention, AttentionOptions, AxisSlice, DropoutSpec, Keys, Rope},
@@ -122,36 +122,26 @@ fn of_heads(site: &Site<'_>, heads: usize, dropout: DropoutSpec) -> Option<Dropo
 
 /// The need of keys and values, and their heads on each rank.
 fn key_share(site: &Site<'_>, spec: &Attention, is_bound: bool) -> Result<(Need, usize)> {
-    let shares_keys = |degree: usize| {
-        spec.kv_heads.is_multiple_of(degree) || degree.is_multiple_of(spec.kv_heads)
-    };
-    let (degree, module) = (site.degree, || site.node.scope.to_string());
-    let legal = || {
-        let mut degrees = divisors(spec.heads);
-        degrees.retain(|&degree| shares_keys(degree));
-        degrees
-    };
+    let degree = site.degree;
     if !spec.heads.is_multiple_of(degree) {
-        Err(Error::Heads {
-            module: module(),
-            heads: spec.heads,
-            axis: site.options.axis,
-            degree,
+        Err(Error::heads(
+            &site.node.scope,
+            spec,
+            (site.options.axis, degree),
             is_bound,
-            legal: legal(),
-        })
+        ))
     } else if spec.kv_heads.is_multiple_of(degree) {
         Ok((cut(site.types[1].last_dim()), spec.kv_heads / degree))
-    } else if shares_keys(degree) {
+    } else if degree.is_multiple_of(spec.kv_heads) {
         Ok((Need::Spread(spec.kv_heads), 1))
     } else {
         Err(Error::KvHeads {
-            module: module(),
+            module: site.node.scope.to_string(),
             kv_heads: spec.kv_heads,
             axis: site.options.axis,
             degree,
             is_bound,
-            legal: legal(),
+            legal: shares_of_heads(spec),
         })
     }
 }

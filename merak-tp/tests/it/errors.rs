@@ -87,6 +87,14 @@ fn heads_that_do_not_divide() {
     let graph = model(&config).trace(&TraceOptions::training(1, 4)).unwrap();
     insta::assert_snapshot!(refusal(&graph, &default_lists("llama").unwrap(), 2),
         @r#"model.layers.0.self_attn: 3 key/value heads can neither be split over tp = 2 nor repeated on it: choose "tp" among 1, 3, 6, 12"#);
+    // Rotary positions stand between the layer and the attention.
+    config["num_key_value_heads"] = json!(4);
+    let graph = model(&config).trace(&TraceOptions::training(1, 4)).unwrap();
+    let lists = default_lists("llama").unwrap();
+    insta::assert_snapshot!(refusal(&graph, &lists, 8),
+        @r#"model.layers.0.self_attn: 12 attention heads cannot be split over tp = 8: choose "tp" among 1, 2, 4, 12"#);
+    insta::assert_snapshot!(refusal(&graph, &lists, 3),
+        @r#"model.layers.0.self_attn.k_proj: 16 output features cannot be split over tp = 3 (col_para_list "self_attn.k_proj"): choose "tp" among 1, 2, 4, 12"#);
 }
 
 #[test]

@@ -120,6 +120,10 @@ fn chosen_layers_need_no_more_than_the_lists_of_any_family() {
         ),
         small("gpt_neox", json!({})),
         small("opt", json!({ "ffn_dim": 24, "word_embed_proj_dim": 6 })),
+        small(
+            "opt",
+            json!({ "ffn_dim": 24, "word_embed_proj_dim": 6, "do_layer_norm_before": false }),
+        ),
         small("bert", architecture("BertForMaskedLM")),
         small("bert", architecture("BertForSequenceClassification")),
         t5(),
@@ -183,7 +187,7 @@ fn of_choices_that_split_as_much_the_one_that_communicates_least_is_taken() {
     let auto = auto_lists(&chain, 2).unwrap();
     let lines: Vec<_> = auto.choices.iter().map(ToString::to_string).collect();
     insta::assert_snapshot!(lines.join("\n"), @"
-    auto whole first: layers after it are split, which communicates less
+    auto whole first: layers after it are split in its place
     auto col second: each rank goes on with its part
     auto row third: its input comes split
     ");

@@ -201,7 +201,8 @@ impl Ready {
             session, prompts, ..
         } = self;
         let streams = args.stream;
-        if streams && !args.chat && trainer.mpu().is_rank_0() {
+        let continues = !args.chat && !session.translates();
+        if streams && continues && trainer.mpu().is_rank_0() {
             output::stream(session.text(&prompts[0])?);
         }
         if self.adapters.is_empty() {
@@ -351,7 +352,8 @@ impl Args {
                     Some(_) => &completion.prompt_ids[..],
                     None => &[],
                 };
-                let hidden = if self.chat { prompt.len() } else { 0 };
+                let is_answer = self.chat || session.translates();
+                let hidden = if is_answer { prompt.len() } else { 0 };
                 let ids = [prompt, &completion.ids].concat();
                 let mut text = session.text_after(hidden, &ids)?;
                 if let (Some(adapter), true) = (adapter, results.len() > 1) {

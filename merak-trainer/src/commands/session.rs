@@ -2,6 +2,7 @@
 
 use super::{model::Loaded, output};
 use merak_ckpt::{ADAPTER_CONFIG, Checkpoint, Completion, GenerateOptions, NewToken};
+use merak_trace::models::Objective;
 use merak_trainer::{
     CheckedArguments, ConfigError, Error, MerakArguments, MerakTrainer, Plan, PlanInputs, Result,
     StopStrings, TokenizerSource, TrainerParts, Workload, World, data::Tokenizer,
@@ -115,6 +116,11 @@ impl Session {
             trainer.generate_with(prompts, &self.options, &mut |token| watch.see(token))?;
         watch.finish();
         Ok(completions)
+    }
+
+    /// Whether completions are sequences of their own, which do not go on with the prompt.
+    pub(crate) fn translates(&self) -> bool {
+        self.plan.draft.model.objective() == Objective::SequenceToSequence
     }
 
     /// Tokens as people see them: their text, or their ids where there is no tokenizer.

@@ -84,7 +84,9 @@ pub(crate) fn run(mut args: Args) -> Outcome {
             let mut text = render::graph(graph, render::Format::Text);
             let split = &plan.draft.tensor;
             let choices = split.choices.iter().map(ToString::to_string);
-            for line in choices.chain(split.made_whole()) {
+            let unmatched = split.unmatched.iter();
+            let unmatched = unmatched.map(|entry| format!("warning: {entry} matches nothing"));
+            for line in choices.chain(split.made_whole()).chain(unmatched) {
                 let _ = writeln!(text, "# {line}");
             }
             text += &as_comments(&traffic(&plan, args.stage)?);
@@ -97,6 +99,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
             document["choices"] = json!(split.choices);
             document["kept_whole"] = json!(split.kept_whole);
             document["gathers"] = json!(split.gathers);
+            document["unmatched"] = json!(split.unmatched);
             document["traffic"] = as_object(&traffic(&plan, args.stage)?);
             format!("{document:#}")
         }

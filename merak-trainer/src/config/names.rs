@@ -66,6 +66,11 @@ impl MetricName {
     /// What the names of evaluations' metrics begin with.
     pub(crate) const PREFIX: &str = "eval_";
 
+    /// The name without what all of them begin with.
+    pub fn short(&self) -> &str {
+        self.0.strip_prefix(Self::PREFIX).unwrap_or(&self.0)
+    }
+
     /// Whether more of it is better: not of a loss, whose name ends in `loss`, and not of its
     /// exponential.
     pub(crate) fn greater_is_better(&self) -> bool {

@@ -50,6 +50,8 @@ pub(crate) const RESERVED: &[Reserved] = &[
     // Pages of batches are not pinned, which changes no result: both values train alike.
     reserved("dataloader_pin_memory", &["true", "false"], ""),
     // "compute.device" names the device; `Config::check` refuses true beside another one.
+    reserved("logging_first_step", &["true", "false"], ""),
+    reserved("save_safetensors", &["true"], ""),
     reserved("use_cpu", &["false", "true"], ""),
 ];
 
@@ -119,7 +121,6 @@ pub(crate) const NO_EFFECT: &[(&str, &str)] = &[
     ("log_level", r#""--log""#),
     ("log_level_replica", r#""--log""#),
     ("log_on_each_node", ""),
-    ("logging_first_step", r#""logging_steps""#),
     ("logging_nan_inf_filter", ""),
     ("logging_strategy", r#""logging_steps""#),
     ("mp_parameters", ""),
@@ -144,7 +145,6 @@ pub(crate) const NO_EFFECT: &[(&str, &str)] = &[
     ("run_name", ""),
     ("save_on_each_node", ""),
     ("save_only_model", r#""no_save_optim""#),
-    ("save_safetensors", ""),
     ("save_strategy", r#""save" and "save_steps""#),
     ("skip_memory_metrics", ""),
     ("sortish_sampler", ""),

@@ -278,6 +278,12 @@ fn table<'a>(path: Arc<Path>, content: impl Read + Send + 'a, delimiter: u8) -> 
     })))
 }
 
+/// A number as an integer, if it is one.
+fn whole(number: f64) -> Option<i64> {
+    let is_whole = number.fract() == 0.0 && number.abs() < 1e15;
+    is_whole.then_some(number as i64)
+}
+
 pub(super) fn wrong(path: &Path, line: u64, reason: String) -> Error {
     Error::Data(DataError::Record {
         path: path.to_path_buf(),
@@ -325,6 +331,11 @@ impl Record {
         self.fields.contains_key(name)
     }
 
+    /// Whether a field is absent, or null.
+    pub(crate) fn lacks(&self, name: &str) -> bool {
+        self.fields.get(name).is_none_or(Value::is_null)
+    }
+
     /// A field of text, if it is there.
     pub(crate) fn optional_text(&self, name: &str) -> Result<Option<&str>> {
         match self.fields.get(name) {
@@ -360,7 +371,8 @@ impl Record {
                 .get(name.as_str())
                 .copied()
                 .or_else(|| name.trim().parse().ok()),
-            other => other.as_i64(),
+            // As tables of numbers write them, in which some are missing.
+            other => other.as_i64().or_else(|| whole(other.as_f64()?)),
         };
         let is_class = |&label: &i64| usize::try_from(label).is_ok_and(|label| label < classes);
         number.filter(is_class).ok_or_else(|| {

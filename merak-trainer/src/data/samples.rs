@@ -10,7 +10,7 @@ use merak_trace::models::Objective;
 use super::{
     chat::{AnsweredTokens, ChatDataset, ChatMaker, ChatTemplate},
     classes::{ClassDataset, LabelledText},
-    dataset::{Dataset, LABELS, held_out},
+    dataset::{Dataset, IGNORED_LABEL, LABELS, held_out},
     inputs::ModelInputs,
     masked::{MaskedDataset, Masking},
     records::Records,
@@ -257,6 +257,8 @@ impl Maker<'_> {
     ) -> Result<(Arc<dyn Dataset>, usize)> {
         let needs =
             "of sequence classification need \"text\" and \"label\" and may have \"text_pair\"";
+        // What is only predicted needs no labels.
+        let may_lack = !self.args.do_train && self.args.do_predict;
         let labels = self.model.get(LABELS);
         let classes = labels.and_then(|input| input.limit).unwrap_or_default();
         let seq = self.model.lengths.input;
@@ -265,7 +267,11 @@ impl Maker<'_> {
             let record = record?;
             let pair = record.optional_text("text_pair")?;
             let text = (record.text("text", needs)?, pair);
-            let label = record.label(&self.tokens.label2id, classes, needs)?;
+            let label = if may_lack && record.lacks("label") {
+                IGNORED_LABEL
+            } else {
+                record.label(&self.tokens.label2id, classes, needs)?
+            };
             let encoded = tokenizer.encode_with_special(&[text], seq)?;
             texts.extend(encoded.into_iter().map(|text| LabelledText { text, label }));
         }

@@ -47,11 +47,19 @@ pub(super) fn check_place(output_dir: &Path) -> Result<()> {
         Some((path, found)) if !found.is_dir() => {
             Err(refused(path, io::ErrorKind::NotADirectory.into()))
         }
-        Some((path, found)) if found.permissions().readonly() => {
-            Err(refused(path, io::ErrorKind::PermissionDenied.into()))
-        }
-        _ => Ok(()),
+        Some((path, found)) => check_writable(path, &found).map_err(|error| refused(path, error)),
+        None => Ok(()),
     }
+}
+
+/// Asks the system whether entries can be made in a folder, which may lie on a file system that
+/// cannot be written.
+fn check_writable(folder: &Path, found: &fs::Metadata) -> io::Result<()> {
+    rustix::fs::access(folder, rustix::fs::Access::WRITE_OK)?;
+    if found.permissions().readonly() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    Ok(())
 }
 
 /// Checks that entries under the names of a run's files and folders can be a run's.

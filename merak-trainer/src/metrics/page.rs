@@ -177,7 +177,7 @@ impl Page {
         let mut text = "<h2>Plan</h2>\n".to_owned();
         let _ = writeln!(
             text,
-            "<p>Segments by {}. Stages by {}.</p>",
+            "<p>Segments by {}. Stages by {}. Ranks are those of the pipeline.</p>",
             escape(&report.split),
             escape(&report.layout)
         );

@@ -20,6 +20,9 @@ use crate::trainer::StepReport;
 /// Steps whose times make up the estimate of the time left.
 const WINDOW: usize = 20;
 
+/// Width of a terminal that a line beside the bar fits.
+const COLUMNS: usize = 80;
+
 /// The progress of a run, reported by one rank.
 ///
 /// On a terminal a bar is redrawn at each step, and evaluating and saving have bars of their own
@@ -100,18 +103,18 @@ impl Progress {
         let left = self.times.left(self.total.saturating_sub(report.step));
         let left = Readable(left.unwrap_or_default());
         let tokens_per_s = Count(tokens_per_s);
-        // The bar tells how many steps there are, and leaves the line short enough for 80 columns.
+        // The bar tells how many steps there are, and leaves the line short enough for a terminal.
         let total = match &self.output {
             Output::Bars { .. } => String::new(),
             Output::Lines(_) => format!("/{}", self.total),
         };
-        let mut line = figures(report, &total);
-        let _ = write!(
-            line,
-            "  {:.0} ms  {} samples/s  {tokens_per_s} tokens/s",
-            1e3 * mean,
-            Count(samples_per_s)
-        );
+        let figures = figures(report, &total);
+        let (ms, samples_per_s) = (1e3 * mean, Count(samples_per_s));
+        let mut line =
+            format!("{figures}  {ms:.0} ms  {samples_per_s} samples/s  {tokens_per_s} tokens/s");
+        if line.len() >= COLUMNS && matches!(self.output, Output::Bars { .. }) {
+            line = format!("{figures}  {ms:.0} ms  {tokens_per_s} tokens/s");
+        }
         match &mut self.output {
             Output::Bars { steps, screen, .. } => {
                 let memory = resident_bytes()

@@ -1,6 +1,7 @@
 //! Reports of a run while it trains.
 
 use std::{
+    fs,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
@@ -226,7 +227,12 @@ impl Report {
         let path = self.output_dir.join(REPORT_FILE);
         let page = self.file.records().and_then(|records| {
             let html = page.to_html(&records, ran)?;
-            write_regular(&path, html.as_bytes()).map_err(|source| Error::Write { path, source })
+            // A page that cannot be written whole leaves the one before.
+            let draft = path.with_extension("html.tmp");
+            write_regular(&draft, html.as_bytes())
+                .and_then(|()| fs::rename(&draft, &path))
+                .inspect_err(|_| drop(fs::remove_file(&draft)))
+                .map_err(|source| Error::Write { path, source })
         });
         self.note(page);
     }

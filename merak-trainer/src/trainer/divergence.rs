@@ -81,13 +81,13 @@ impl DivergenceGuard {
     }
 
     /// What is wrong with a step's loss; a loss with which nothing is wrong joins the window. A
-    /// skipped step changed no weight and is not judged.
+    /// finite one of a skipped step, which changed no weight, is not judged.
     fn judge(&mut self, report: &StepReport) -> Option<Divergence> {
-        if report.skipped.is_some() {
-            return None;
-        }
         if !report.loss.is_finite() {
             return Some(Divergence::NotFinite);
+        }
+        if report.skipped.is_some() {
+            return None;
         }
         let recent = &mut self.recent.0;
         if recent.len() == self.window {
@@ -123,7 +123,7 @@ impl MerakTrainer {
     ///
     /// # Communication
     /// With the guard, a broadcast of 8 bytes from the first rank; where the step diverged, a
-    /// barrier, and that of a save under way and of loading.
+    /// barrier or two, and that of a save under way and of loading.
     pub(super) fn guard(&mut self, report: &StepReport, limit: Result<()>) -> Result<bool> {
         if self.divergence.is_none() {
             return limit.map(|()| false);
@@ -166,14 +166,24 @@ impl MerakTrainer {
             cause: cause.to_string(),
             reason: reason.to_owned(),
         };
-        let Some((to_step, path)) = self.last_checkpoint()? else {
+        let Some((mut to_step, mut path)) = self.last_checkpoint()? else {
             return Err(diverged("there is no checkpoint to go back to"));
         };
-        let guard = self.divergence.as_mut();
-        if guard.is_some_and(|guard| guard.is_worn(to_step)) {
-            return Err(diverged(&format!(
-                "training went back to step {to_step} \"divergence_max_rollbacks\" times"
-            )));
+        let mut is_worn = |step| {
+            let guard = self.divergence.as_mut();
+            guard.is_some_and(|guard| guard.is_worn(step))
+        };
+        let worn = is_worn(to_step).then_some(to_step);
+        if let Some(worn) = worn {
+            let Some(earlier) = self.checkpoint_before(worn, &cause)? else {
+                return Err(diverged(&format!(
+                    "training went back to step {to_step} \"divergence_max_rollbacks\" times"
+                )));
+            };
+            (to_step, path) = earlier;
+            if let Some(guard) = &mut self.divergence {
+                guard.is_worn(to_step);
+            }
         }
         let position = self.progress.position();
         let resuming = self.args.resuming();
@@ -181,6 +191,9 @@ impl MerakTrainer {
         let loaded = self.load_checkpoint(&path);
         self.args = own;
         loaded?;
+        if worn.is_some() {
+            self.forget_after(to_step)?;
+        }
         if let Some(order) = &mut self.progress.length.order {
             order.resume(to_step, position);
         }
@@ -201,6 +214,37 @@ impl MerakTrainer {
         }
         self.rollbacks += 1;
         self.tell(|callback, _| callback.on_rollback(&rollback));
+        Ok(())
+    }
+
+    /// The step and the folder of the checkpoint before that of `step`, whose weights are to blame
+    /// if no data give a finite loss.
+    fn checkpoint_before(
+        &self,
+        step: usize,
+        cause: &Divergence,
+    ) -> Result<Option<(usize, PathBuf)>> {
+        if *cause != Divergence::NotFinite || self.saving.last_step != Some(step) {
+            return Ok(None);
+        }
+        let store = Store::in_output_dir(self.args.run_folder()?);
+        let found = store.newest_complete(Some(step as u64))?;
+        Ok(found.map(|checkpoint| {
+            let step = checkpoint.manifest().header.step;
+            (step as usize, checkpoint.path().to_owned())
+        }))
+    }
+
+    /// Deletes the checkpoints after that of `step`.
+    ///
+    /// # Communication
+    /// A barrier.
+    fn forget_after(&mut self, step: usize) -> Result<()> {
+        self.stages.mpu.world_group().barrier()?;
+        self.saving.last_step = Some(step);
+        if self.stages.mpu.is_rank_0() {
+            Store::in_output_dir(self.args.run_folder()?).remove_later(step as u64)?;
+        }
         Ok(())
     }
 
@@ -255,9 +299,11 @@ mod tests {
             None,
             "not above twice 1.5"
         );
-        assert_eq!(guard.judge(&report(f64::NAN, true)), None, "it was skipped");
-        let not_finite = guard.judge(&report(f64::NAN, false));
-        assert_eq!(not_finite, Some(Divergence::NotFinite));
+        assert_eq!(guard.judge(&report(9.0, true)), None, "it was skipped");
+        for skipped in [false, true] {
+            let not_finite = guard.judge(&report(f64::NAN, skipped));
+            assert_eq!(not_finite, Some(Divergence::NotFinite));
+        }
         assert_eq!(guard.recent.0, [9.0, 1.5, 3.0]);
     }
 

@@ -23,7 +23,9 @@ pub(super) fn check_labels(args: &CheckedArguments, parts: &TrainerParts) -> Res
         });
         check_part(args, "training", &**data, samples)?;
     }
-    if let Some(data) = &parts.eval_data {
+    // What is only predicted needs no labels.
+    let measured = parts.eval_data.as_ref();
+    if let Some(data) = measured.filter(|_| args.do_train || !args.do_predict) {
         let samples = evaluation::order(args, data.len())?.samples();
         check_part(args, "evaluation", &**data, samples)?;
     }

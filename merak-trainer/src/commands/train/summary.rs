@@ -105,8 +105,10 @@ impl Run<'_> {
         if let Some(best) = finished.output.best {
             let _ = writeln!(
                 text,
-                "best      loss {:.4} at step {}, whose weights the model has now",
-                best.score, best.step
+                "best      {} {:.4} at step {}, whose weights the model has now",
+                self.args.metric_for_best_model.short(),
+                best.score,
+                best.step
             );
         }
     }

@@ -301,6 +301,50 @@ fn predictions_are_json_lines_in_the_order_of_the_data() {
 }
 
 #[test]
+fn what_is_only_predicted_needs_no_labels() {
+    let place = place(
+        &bert("BertForSequenceClassification"),
+        "jsonl",
+        "labelled.jsonl",
+    );
+    place.write("labelled.jsonl", &lines(labelled));
+    let told = place.succeed(
+        "train merak.toml --do_eval --eval_steps 1 --load_best_model_at_end --metric_for_best_model accuracy",
+    );
+    assert!(told.contains("\nbest      accuracy "), "{told}");
+    place.succeed("predict merak.toml run -o all.jsonl");
+    let all = objects(&place, "all.jsonl");
+    let some = lines(|i, phrase| match i % 3 {
+        0 => json!({ "text": phrase }),
+        1 => json!({ "text": phrase, "label": null }),
+        _ => labelled(i, phrase),
+    });
+    let none = some.lines().next().unwrap_or_default().to_owned();
+    for (name, records) in [("some.jsonl", some), ("none.jsonl", none)] {
+        place.write(name, &records);
+        place.succeed(&format!(
+            "predict merak.toml run --data.path {name} -o found.jsonl"
+        ));
+        let found = objects(&place, "found.jsonl");
+        assert_eq!(found.len(), records.lines().count());
+        for (i, (row, known)) in found.iter().zip(&all).enumerate() {
+            assert_eq!(row["class"], known["class"], "{name}");
+            let label = if i % 3 == 2 {
+                &known["label"]
+            } else {
+                &Value::Null
+            };
+            assert_eq!(&row["label"], label, "{name}");
+        }
+    }
+    let refused = place.mistake("evaluate merak.toml run --data.path some.jsonl");
+    assert!(
+        refused.contains("some.jsonl:1: the record has no \"label\""),
+        "{refused}"
+    );
+}
+
+#[test]
 fn a_language_model_predicts_the_losses_of_its_tokens() {
     let place = Workplace::new();
     place.succeed("train merak.toml");
@@ -344,6 +388,13 @@ fn t5_learns_pairs_of_texts() {
         |_: usize, phrase: &str| json!({ "source": phrase, "target": phrase.split(' ').next() });
     place.write("pairs.jsonl", &lines(pair));
     same_everywhere(&place);
+    // The answer alone is text of its own; ids go on with the prompt in no model of this kind.
+    let ask = "generate run --temperature 0 --max-new-tokens 4 --prompt abc";
+    let answer = place.document(&format!("{ask} --json"))[0]["text"].clone();
+    let shown = [ask.to_owned(), format!("{ask} --stream")].map(|line| place.succeed(&line));
+    for shown in shown {
+        assert_eq!(Some(shown.trim_end_matches('\n')), answer.as_str());
+    }
     // Less padding after the target changes nothing but the order of sums; masks of dropout know
     // positions.
     let mut without_dropout = t5();

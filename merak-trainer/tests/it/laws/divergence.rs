@@ -4,14 +4,20 @@
 use std::{
     fs, io,
     path::Path,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
 };
+
+use merak_ckpt::Store;
 
 use merak_trainer::{
     Callback, Divergence, MerakTrainer, Result, Rollback, TrainOutput,
     data::{Dataset, LABELS, Sample, SampleTensor},
     metrics::{METRICS_FILE, Progress, Reporter},
 };
+use merak_zero::{RuleStep, UpdateRule};
 use serde_json::Value;
 use tempfile::tempdir;
 
@@ -196,7 +202,7 @@ fn recorded(case: &Case, folder: &Path) -> (Vec<TrainOutput>, Vec<Rollback>, Vec
 }
 
 #[test]
-fn numbers_that_are_not_finite_take_the_run_back_where_too_many_steps_are_skipped() {
+fn numbers_that_are_not_finite_take_the_run_back_at_once() {
     let mut seen = Vec::new();
     for degrees in [(1, 1, 1), (2, 1, 1), (1, 1, 2)] {
         let folder = tempdir().expect("a temporary folder");
@@ -207,7 +213,6 @@ fn numbers_that_are_not_finite_take_the_run_back_where_too_many_steps_are_skippe
             .with_microbatches(2)
             .with("save_steps", 1)
             .with("save_total_limit", 2)
-            .with("max_skipped_steps", 2)
             .with("divergence_guard", true)
             .with("divergence_factor", 1e6)
             .with("divergence_max_rollbacks", 20)
@@ -217,19 +222,80 @@ fn numbers_that_are_not_finite_take_the_run_back_where_too_many_steps_are_skippe
         assert!(!returns.is_empty(), "{degrees:?}");
         for end in &ends {
             assert_eq!((end.global_step, end.rollbacks), (24, returns.len()));
-            assert!(end.training_loss.is_finite() && end.skipped_steps > 0);
+            assert!(end.training_loss.is_finite());
         }
-        let is_skipped = |r: &Rollback| r.cause == Divergence::Skipped && r.to_step + 1 == r.step;
-        assert!(returns.iter().all(is_skipped), "{returns:?}");
+        let is_met = |r: &Rollback| r.cause == Divergence::NotFinite && r.to_step + 1 == r.step;
+        assert!(returns.iter().all(is_met), "{returns:?}");
         let steps: Vec<_> = returns.iter().map(|r| r.step as u64).collect();
         let is_return = |record: &&Value| !record["rolled_back_from"].is_null();
         let written: Vec<_> = records.iter().filter(is_return).collect();
         let from = written.iter().map(|r| r["rolled_back_from"].as_u64());
         assert_eq!(from.collect::<Option<Vec<_>>>(), Some(steps.clone()));
-        assert_eq!(written[0]["cause"], "too many steps were skipped");
+        assert_eq!(written[0]["cause"], "the loss is not finite");
         seen.push(steps);
     }
     assert!(seen.iter().all(|steps| *steps == seen[0]), "{seen:?}");
+}
+
+/// Gradient descent that breaks a weight in a step, once.
+#[derive(Debug)]
+struct BreaksOnce {
+    step: u64,
+    is_broken: AtomicBool,
+}
+
+impl UpdateRule for BreaksOnce {
+    fn name(&self) -> &'static str {
+        "breaks_once"
+    }
+
+    fn state_names(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    fn step(&self, step: &RuleStep<'_>, params: &mut [f32], grads: &[f32], _: &mut [&mut [f32]]) {
+        for (param, grad) in params.iter_mut().zip(grads) {
+            *param -= step.lr as f32 * grad;
+        }
+        if step.time == self.step && !self.is_broken.swap(true, Ordering::SeqCst) {
+            params.fill(f32::NAN);
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_of_broken_weights_makes_way_for_the_one_before() {
+    let folder = tempdir().expect("a temporary folder");
+    let notes = Notes::default();
+    let told = |_| Some(Box::new(notes.clone()) as Box<dyn Callback>);
+    let rule = BreaksOnce {
+        step: 6,
+        is_broken: AtomicBool::new(false),
+    };
+    let case = guarded((0, 0))
+        .with_rule(rule)
+        .with("learning_rate", 0.01)
+        .with("max_steps", 9)
+        .with("save_steps", 1)
+        .with("divergence_factor", 1e6)
+        .with("divergence_max_rollbacks", 2)
+        .writing(folder.path());
+    let ends = case.try_on_ranks_told(told, |trainer| {
+        let end = trainer.train()?;
+        Ok((end, trainer.parameters()?))
+    });
+    let (end, weights) = &ends.expect("it goes on")[0];
+    assert_eq!((end.global_step, end.rollbacks), (9, 3));
+    let mut values = weights.iter().flat_map(|(_, values)| values);
+    assert!(values.all(|value| value.is_finite()));
+    let returns = notes.0.lock().expect("nobody panics here").clone();
+    let steps: Vec<_> = returns.iter().map(|r| (r.step, r.to_step)).collect();
+    assert_eq!(steps, [(7, 6), (7, 6), (7, 5)]);
+    let store = Store::in_output_dir(folder.path());
+    assert_eq!(
+        store.steps().expect("checkpoints"),
+        (1..=9).collect::<Vec<_>>()
+    );
 }
 
 #[test]
