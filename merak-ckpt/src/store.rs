@@ -236,8 +236,8 @@ impl Store {
         Ok(deleted)
     }
 
-    /// Deletes the checkpoints after `step`, which `latest` then names, and returns their steps. One
-    /// rank calls it.
+    /// Deletes the checkpoints after `step`, which `latest` then names, and returns their steps.
+    /// One rank calls it.
     ///
     /// # Errors
     /// [`Error::Io`] where the folder cannot be listed or changed.
