@@ -236,8 +236,9 @@ impl Store {
         Ok(deleted)
     }
 
-    /// Deletes the checkpoints after `step`, which `latest` then names, and returns their steps.
-    /// One rank calls it.
+    /// Deletes the checkpoints after `step`, and returns their steps. Where there are some,
+    /// `latest` then names `step`; where the one that `best` names is deleted, so is that file. One
+    /// rank calls it.
     ///
     /// # Errors
     /// [`Error::Io`] where the folder cannot be listed or changed.

@@ -41,8 +41,8 @@ pub struct Choice {
 /// layer whose parts would have to be gathered stays whole, and so does one whose sizes the degree
 /// does not divide. Layers whose paths differ in numbers alone are treated alike.
 ///
-/// Where several choices split as many elements of matrices, the one with the fewest bytes of
-/// communication counts ([`Report::bytes`]).
+/// The choice that splits the most elements of matrices counts. Of several such, the one with the
+/// fewest bytes of communication ([`Report::bytes`]).
 ///
 /// # Errors
 /// Where nothing can be split: that of the first layer whose sizes do not fit, or

@@ -59,7 +59,8 @@ pub(crate) struct Layer<'a> {
 /// output layers.
 ///
 /// # Errors
-/// [`Error::BothKinds`] for a layer that two entries split differently, [`Error::NothingMatched`];
+/// [`Error::BothKinds`] for a layer that two entries split differently, [`Error::NothingMatched`],
+/// [`Error::Heads`] for query heads that the ranks cannot share;
 /// those of [`vocab::split`].
 pub(crate) fn find(model: &Graph, options: &Options) -> Result<Matches> {
     let degree = options.degree;

@@ -41,6 +41,7 @@ impl Args {
         self.keys.give(Given::by("CHECKPOINT", name, checkpoint));
         self.keys.give(Given::always("finetune", "true"));
         self.keys.give(Given::always("do_eval", "true"));
+        self.keys.give(Given::always("do_predict", "false"));
         self.keys.load(&self.config)
     }
 }

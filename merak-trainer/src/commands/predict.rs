@@ -105,6 +105,7 @@ impl Args {
         self.keys.give(Given::by("CHECKPOINT", name, checkpoint));
         self.keys.give(Given::always("finetune", "true"));
         self.keys.give(Given::always("do_predict", "true"));
+        self.keys.give(Given::always("do_train", "false"));
         self.keys.load(&self.config)
     }
 

@@ -194,6 +194,11 @@ impl CheckedArguments {
             .any(|group| group.iter().any(|rank| on(rank) != on(&group[0])))
     }
 
+    /// Whether samples are predicted and not measured, so that they need no labels.
+    pub(crate) fn only_predicts(&self) -> bool {
+        self.do_predict && !self.do_train
+    }
+
     /// Bytes of the memory through which the processes on this host move data.
     pub(crate) fn shared_bytes_here(&self) -> usize {
         self.host.as_ref().map_or(0, |host| host.shared_bytes)

@@ -331,14 +331,15 @@ settings! {
         /// nothing. Under `fp16` those count in which the loss scale cannot fall.
         max_skipped_steps: usize [at_least 1] = 50,
         /// Whether a run goes back to its last checkpoint, and on after the data that led there,
-        /// where a step's loss is a spike or not finite, or `max_skipped_steps` is reached.
+        /// where a step's loss is a spike, where losses are not finite (of skipped steps: two in a
+        /// row), or where `max_skipped_steps` is reached.
         divergence_guard: bool = false,
         /// Steps whose losses a loss is compared with; until there are as many, none is a spike.
         divergence_window: usize [at_least 1, at_most MAX_WINDOW] = 50,
         /// A loss is a spike if it is more than this times the median of that window.
         divergence_factor: f64 [more_than 1] = 3.0,
-        /// Returns to the same checkpoint after which the next one ends the run; where losses are
-        /// not finite, it goes to the checkpoint before, if there is one.
+        /// Most returns to one checkpoint. One more ends the run. Where losses are not finite, it
+        /// goes to the checkpoint before instead, and deletes the later ones.
         divergence_max_rollbacks: usize [at_least 1] = 3,
         /// Shape of the learning rate over the run.
         lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,

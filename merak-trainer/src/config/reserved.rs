@@ -49,9 +49,11 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("cache_name", NONE, CACHE),
     // Pages of batches are not pinned, which changes no result: both values train alike.
     reserved("dataloader_pin_memory", &["true", "false"], ""),
-    // "compute.device" names the device; `Config::check` refuses true beside another one.
+    // The first step is always logged.
     reserved("logging_first_step", &["true", "false"], ""),
+    // Checkpoints are files of safetensors.
     reserved("save_safetensors", &["true"], ""),
+    // "compute.device" names the device; `Config::check` refuses true beside another one.
     reserved("use_cpu", &["false", "true"], ""),
 ];
 

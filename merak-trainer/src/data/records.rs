@@ -331,9 +331,14 @@ impl Record {
         self.fields.contains_key(name)
     }
 
-    /// Whether a field is absent, or null.
-    pub(crate) fn lacks(&self, name: &str) -> bool {
-        self.fields.get(name).is_none_or(Value::is_null)
+    /// Whether it has no label, or one that data sets write where there is none: null, a blank
+    /// text, a negative number.
+    pub(crate) fn lacks_label(&self) -> bool {
+        match self.fields.get("label") {
+            None | Some(Value::Null) => true,
+            Some(Value::String(text)) => text.trim().is_empty() || text.trim().starts_with('-'),
+            Some(number) => number.as_f64().is_some_and(|number| number < 0.0),
+        }
     }
 
     /// A field of text, if it is there.

@@ -257,8 +257,6 @@ impl Maker<'_> {
     ) -> Result<(Arc<dyn Dataset>, usize)> {
         let needs =
             "of sequence classification need \"text\" and \"label\" and may have \"text_pair\"";
-        // What is only predicted needs no labels.
-        let may_lack = !self.args.do_train && self.args.do_predict;
         let labels = self.model.get(LABELS);
         let classes = labels.and_then(|input| input.limit).unwrap_or_default();
         let seq = self.model.lengths.input;
@@ -267,7 +265,7 @@ impl Maker<'_> {
             let record = record?;
             let pair = record.optional_text("text_pair")?;
             let text = (record.text("text", needs)?, pair);
-            let label = if may_lack && record.lacks("label") {
+            let label = if self.args.only_predicts() && record.lacks_label() {
                 IGNORED_LABEL
             } else {
                 record.label(&self.tokens.label2id, classes, needs)?

@@ -3,6 +3,7 @@
 use super::{ASIDE, EVENTS, FILES, MOVING, REMOVED, start::Found};
 use crate::error::{Error, FolderError, Result};
 use merak_ckpt::{Store, format::CHECKPOINTS, words::file};
+use rustix::fs::Access;
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -55,7 +56,8 @@ pub(super) fn check_place(output_dir: &Path) -> Result<()> {
 /// Asks the system whether entries can be made in a folder, which may lie on a file system that
 /// cannot be written.
 fn check_writable(folder: &Path, found: &fs::Metadata) -> io::Result<()> {
-    rustix::fs::access(folder, rustix::fs::Access::WRITE_OK)?;
+    rustix::fs::access(folder, Access::WRITE_OK | Access::EXEC_OK)?;
+    // The system lets root write where no one has the permission.
     if found.permissions().readonly() {
         return Err(io::ErrorKind::PermissionDenied.into());
     }

@@ -20,7 +20,7 @@ use crate::trainer::StepReport;
 /// Steps whose times make up the estimate of the time left.
 const WINDOW: usize = 20;
 
-/// Width of a terminal that a line beside the bar fits.
+/// Columns of a terminal that a line above the bar fits.
 const COLUMNS: usize = 80;
 
 /// The progress of a run, reported by one rank.

@@ -1,7 +1,6 @@
 //! Reports of a run while it trains.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
@@ -227,12 +226,7 @@ impl Report {
         let path = self.output_dir.join(REPORT_FILE);
         let page = self.file.records().and_then(|records| {
             let html = page.to_html(&records, ran)?;
-            // A page that cannot be written whole leaves the one before.
-            let draft = path.with_extension("html.tmp");
-            write_regular(&draft, html.as_bytes())
-                .and_then(|()| fs::rename(&draft, &path))
-                .inspect_err(|_| drop(fs::remove_file(&draft)))
-                .map_err(|source| Error::Write { path, source })
+            write_regular(&path, html.as_bytes()).map_err(|source| Error::Write { path, source })
         });
         self.note(page);
     }

@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The first nodes of the stages of `cuts` in another graph of the same model, and its length.
 ///
-/// Each stage begins at the same node of the model as in `own`. Around those nodes, conversions
-/// between placements may differ in kind and number: as many stand before a stage's first node of
-/// the model as in `own`, if there are as many.
+/// Each stage begins at the same node of the model as in `own`. Before that node, conversions
+/// between placements may differ in kind and number. A stage takes as many of them as in `own`, if
+/// there are as many.
 pub(super) fn bounds_in(cuts: &StageCuts, own: &Graph, model: &Graph, other: &Graph) -> Vec<usize> {
     let of_model: BTreeSet<_> = model.nodes().iter().map(|node| &node.name).collect();
     let places = other.nodes().iter().enumerate();

@@ -316,7 +316,9 @@ impl MerakTrainer {
             let loss = group.all_reduce_scalar(sums.loss, ReduceOp::Sum)?;
             let labels = group.all_reduce_scalar(sums.labels, ReduceOp::Sum)?;
             if labels == 0 {
-                tracing::warn!("no sample of the evaluation has a label: its loss is 0");
+                if !self.args.only_predicts() {
+                    tracing::warn!("no sample of the evaluation has a label: its loss is 0");
+                }
             } else {
                 numbers[0] = loss / labels as f64;
             }

@@ -23,9 +23,8 @@ pub(super) fn check_labels(args: &CheckedArguments, parts: &TrainerParts) -> Res
         });
         check_part(args, "training", &**data, samples)?;
     }
-    // What is only predicted needs no labels.
     let measured = parts.eval_data.as_ref();
-    if let Some(data) = measured.filter(|_| args.do_train || !args.do_predict) {
+    if let Some(data) = measured.filter(|_| !args.only_predicts()) {
         let samples = evaluation::order(args, data.len())?.samples();
         check_part(args, "evaluation", &**data, samples)?;
     }

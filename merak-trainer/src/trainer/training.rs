@@ -2,7 +2,7 @@
 
 use super::{
     BestModel, Callback, EarlyStopping, EvaluationMetrics, MerakTrainer, StepReport, Stop,
-    TrainerControl,
+    TrainerControl, divergence::DivergenceGuard,
 };
 use crate::error::{ConfigError, Error, PlanError, Result, StepPart};
 use std::time::{Duration, Instant};
@@ -74,7 +74,7 @@ impl MerakTrainer {
         }
         let is_signal = matches!(stop, Some(Stop::Signal { .. }));
         // A run without steps left does not replace the checkpoint that it came from.
-        self.end_saving(self.progress.global_step > first_step)?;
+        self.end_saving(self.progress.global_step > self.progress.first_step)?;
         let best = if self.args.load_best_model_at_end && !is_signal {
             self.load_best()?
         } else {
@@ -225,6 +225,8 @@ impl MerakTrainer {
         let saves_best = best.is_some() && self.args.load_best_model_at_end;
         let done = self.progress.global_step;
         let is_due = self.args.saves_after(done, self.progress.ends_epoch());
+        let guard = self.divergence.as_ref();
+        let is_due = is_due && !guard.is_some_and(DivergenceGuard::doubts_weights);
         let must_save = self.progress.is_done() || saves_best || is_asked;
         let saves = is_due || (self.args.saves() && must_save);
         if saves {

@@ -40,8 +40,8 @@ mod tiles;
 /// that a block of packed columns, of 768 KiB, stays in the second-level cache.
 const DEPTH: usize = 512;
 
-/// Most columns of an output that a thread computes at once: as many bytes of packed columns,
-/// whatever the number of parts.
+/// Most columns of an output that a thread computes at once. Packed, they take the same memory for
+/// any number of parts.
 const fn block_cols(parts: usize) -> usize {
     MAX_PANELS / parts * LINES
 }
@@ -324,7 +324,7 @@ mod tests {
         let Some(simd) = Pairs::try_new() else {
             return eprintln!("skipped: no AVX-512-BF16");
         };
-        let (m, k, n) = (40, 70, 33);
+        let (m, k, n) = (40, 71, 33);
         let (mut a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
         a[3] = f32::INFINITY;
         let turned = |rows: usize, cols: usize, x: &[f32]| -> Vec<f32> {

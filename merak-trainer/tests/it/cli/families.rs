@@ -314,9 +314,10 @@ fn what_is_only_predicted_needs_no_labels() {
     assert!(told.contains("\nbest      accuracy "), "{told}");
     place.succeed("predict merak.toml run -o all.jsonl");
     let all = objects(&place, "all.jsonl");
+    let no_label = [json!(null), json!(""), json!(-1)];
     let some = lines(|i, phrase| match i % 3 {
         0 => json!({ "text": phrase }),
-        1 => json!({ "text": phrase, "label": null }),
+        1 => json!({ "text": phrase, "label": no_label[i % 9 / 3] }),
         _ => labelled(i, phrase),
     });
     let none = some.lines().next().unwrap_or_default().to_owned();
@@ -337,7 +338,11 @@ fn what_is_only_predicted_needs_no_labels() {
             assert_eq!(&row["label"], label, "{name}");
         }
     }
-    let refused = place.mistake("evaluate merak.toml run --data.path some.jsonl");
+    // A configuration that trains or predicts changes neither.
+    let line = "predict merak.toml run --do_train --data.path none.jsonl -o found.jsonl";
+    place.succeed(line);
+    let line = "evaluate merak.toml run --do_predict --data.path some.jsonl";
+    let refused = place.mistake(line);
     assert!(
         refused.contains("some.jsonl:1: the record has no \"label\""),
         "{refused}"

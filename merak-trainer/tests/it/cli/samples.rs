@@ -158,7 +158,7 @@ fn a_guarded_run_goes_back_from_data_that_are_not_finite_and_says_so() {
     ");
     for (step, to_step) in [(3, 2), (4, 3), (6, 5), (7, 6)] {
         let told = format!(
-            "training goes back to its last checkpoint, and on after these data step={step} loss=NaN to_step={to_step}"
+            "training goes back to a checkpoint, and on after these data step={step} loss=NaN to_step={to_step}"
         );
         assert!(ended.stderr.contains(&told), "{told}: {}", ended.stderr);
     }

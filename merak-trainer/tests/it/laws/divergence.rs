@@ -6,7 +6,7 @@ use std::{
     path::Path,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicUsize, Ordering},
     },
 };
 
@@ -202,7 +202,7 @@ fn recorded(case: &Case, folder: &Path) -> (Vec<TrainOutput>, Vec<Rollback>, Vec
 }
 
 #[test]
-fn numbers_that_are_not_finite_take_the_run_back_at_once() {
+fn numbers_that_are_not_finite_twice_in_a_row_take_the_run_back() {
     let mut seen = Vec::new();
     for degrees in [(1, 1, 1), (2, 1, 1), (1, 1, 2)] {
         let folder = tempdir().expect("a temporary folder");
@@ -224,7 +224,7 @@ fn numbers_that_are_not_finite_take_the_run_back_at_once() {
             assert_eq!((end.global_step, end.rollbacks), (24, returns.len()));
             assert!(end.training_loss.is_finite());
         }
-        let is_met = |r: &Rollback| r.cause == Divergence::NotFinite && r.to_step + 1 == r.step;
+        let is_met = |r: &Rollback| r.cause == Divergence::NotFinite && r.to_step + 2 == r.step;
         assert!(returns.iter().all(is_met), "{returns:?}");
         let steps: Vec<_> = returns.iter().map(|r| r.step as u64).collect();
         let is_return = |record: &&Value| !record["rolled_back_from"].is_null();
@@ -237,16 +237,15 @@ fn numbers_that_are_not_finite_take_the_run_back_at_once() {
     assert!(seen.iter().all(|steps| *steps == seen[0]), "{seen:?}");
 }
 
-/// Gradient descent that breaks a weight in a step, once.
+/// Gradient descent that breaks weights in its sixth step, as often as `times` says.
 #[derive(Debug)]
-struct BreaksOnce {
-    step: u64,
-    is_broken: AtomicBool,
+struct Breaks {
+    times: AtomicUsize,
 }
 
-impl UpdateRule for BreaksOnce {
+impl UpdateRule for Breaks {
     fn name(&self) -> &'static str {
-        "breaks_once"
+        "breaks"
     }
 
     fn state_names(&self) -> &'static [&'static str] {
@@ -257,10 +256,35 @@ impl UpdateRule for BreaksOnce {
         for (param, grad) in params.iter_mut().zip(grads) {
             *param -= step.lr as f32 * grad;
         }
-        if step.time == self.step && !self.is_broken.swap(true, Ordering::SeqCst) {
+        let fewer = |times: usize| times.checked_sub(1);
+        let order = Ordering::SeqCst;
+        if step.time == 6 && self.times.fetch_update(order, order, fewer).is_ok() {
             params.fill(f32::NAN);
         }
     }
+}
+
+fn breaking(times: usize) -> Case {
+    let times = AtomicUsize::new(times);
+    guarded((0, 0))
+        .with_rule(Breaks { times })
+        .with("learning_rate", 0.01)
+        .with("max_steps", 9)
+        .with("save_steps", 1)
+        .with("divergence_factor", 1e6)
+        .with("divergence_max_rollbacks", 2)
+}
+
+#[test]
+fn weights_that_always_break_end_a_run_that_has_no_way_back() {
+    let folder = tempdir().expect("a temporary folder");
+    let case = breaking(usize::MAX).writing(folder.path());
+    let failed = case
+        .try_on_ranks(MerakTrainer::train)
+        .expect_err("it breaks each time");
+    let text = merak_trainer::chain(&failed);
+    let told = "training went back to step 1 \"divergence_max_rollbacks\" times";
+    assert!(text.contains(told), "{text}");
 }
 
 #[test]
@@ -268,18 +292,7 @@ fn a_checkpoint_of_broken_weights_makes_way_for_the_one_before() {
     let folder = tempdir().expect("a temporary folder");
     let notes = Notes::default();
     let told = |_| Some(Box::new(notes.clone()) as Box<dyn Callback>);
-    let rule = BreaksOnce {
-        step: 6,
-        is_broken: AtomicBool::new(false),
-    };
-    let case = guarded((0, 0))
-        .with_rule(rule)
-        .with("learning_rate", 0.01)
-        .with("max_steps", 9)
-        .with("save_steps", 1)
-        .with("divergence_factor", 1e6)
-        .with("divergence_max_rollbacks", 2)
-        .writing(folder.path());
+    let case = breaking(1).writing(folder.path());
     let ends = case.try_on_ranks_told(told, |trainer| {
         let end = trainer.train()?;
         Ok((end, trainer.parameters()?))
@@ -290,7 +303,7 @@ fn a_checkpoint_of_broken_weights_makes_way_for_the_one_before() {
     assert!(values.all(|value| value.is_finite()));
     let returns = notes.0.lock().expect("nobody panics here").clone();
     let steps: Vec<_> = returns.iter().map(|r| (r.step, r.to_step)).collect();
-    assert_eq!(steps, [(7, 6), (7, 6), (7, 5)]);
+    assert_eq!(steps, [(8, 6), (8, 6), (8, 5)]);
     let store = Store::in_output_dir(folder.path());
     assert_eq!(
         store.steps().expect("checkpoints"),
