@@ -168,7 +168,20 @@ pub(super) fn pack<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
     } else {
         across(simd, x.transposed(), layout, (out, panel_len), &mut checks);
     }
-    checks.map(|check| cast::<_, [f32; SIDE]>(check).iter().all(|&x| x == 0.0))
+    if PARTS == 1 {
+        return [true; MAX_PANELS];
+    }
+    let mut are_whole = [true; MAX_PANELS];
+    for (is_whole, check) in are_whole.iter_mut().zip(&checks) {
+        *is_whole = is_zero(check);
+    }
+    are_whole
+}
+
+/// Whether all lanes are zero. Once for all packings, since it is as long as they are.
+#[inline(never)]
+fn is_zero(check: &f32x16) -> bool {
+    cast::<_, [f32; SIDE]>(*check).iter().all(|&x| x == 0.0)
 }
 
 /// Packs a panel whose lines are contiguous.
