@@ -118,6 +118,10 @@ impl Source {
         let validation = arguments.validation_path.as_ref().map(Input::validation);
         let validation = validation.map(|input| reader.read(Some(input), 1.0));
         let validation = validation.transpose()?;
+        let mut contents = parts.iter().map(|(content, _)| content).chain(&validation);
+        if arguments.chat_template.is_some() && !contents.any(Content::needs_template) {
+            tracing::warn!("\"data.chat_template\" has no effect: the data have no chats for it");
+        }
         let described = parts.iter().map(|(content, _)| content.description());
         let mut description = described.collect::<Vec<_>>().join("; ");
         if let Some(validation) = &validation {

@@ -200,6 +200,17 @@ fn a_role_that_chats_do_not_have_is_told_once_with_its_place() {
 }
 
 #[test]
+fn a_template_beside_data_without_chats_is_told() {
+    let place = Workplace::new();
+    place.write("chat.jinja", TEMPLATE);
+    let line = "train merak.toml --dry-run --data.chat_template chat.jinja";
+    let ended = place.merak(line);
+    let told = "\"data.chat_template\" has no effect: the data have no chats for it";
+    assert_eq!(ended.stderr.matches(told).count(), 1, "{}", ended.stderr);
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+}
+
+#[test]
 fn a_question_becomes_a_prompt_by_the_template_and_the_answer_alone_is_printed() {
     let place = place(&lines(talk));
     let said = place.succeed("train merak.toml --max_steps 40 --do_eval false");
