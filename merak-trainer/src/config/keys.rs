@@ -338,8 +338,8 @@ settings! {
         divergence_window: usize [at_least 1, at_most MAX_WINDOW] = 50,
         /// A loss is a spike if it is more than this times the median of that window.
         divergence_factor: f64 [more_than 1] = 3.0,
-        /// Most returns to one checkpoint. One more ends the run. Where losses are not finite, it
-        /// goes to the checkpoint before instead, and deletes the later ones.
+        /// Most returns to the checkpoint of one step. One more ends the run. Where no loss after
+        /// it was finite, the run goes to the checkpoint before, and deletes the later ones.
         divergence_max_rollbacks: usize [at_least 1] = 3,
         /// Shape of the learning rate over the run.
         lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,

@@ -331,12 +331,16 @@ impl Record {
         self.fields.contains_key(name)
     }
 
-    /// Whether it has no label, or one that data sets write where there is none: null, a blank
-    /// text, a negative number.
-    pub(crate) fn lacks_label(&self) -> bool {
+    /// Whether it has no label, or what data sets write where there is none: null, a blank text, a
+    /// negative number. `names` are those of classes.
+    pub(crate) fn lacks_label(&self, names: &BTreeMap<String, i64>) -> bool {
         match self.fields.get("label") {
             None | Some(Value::Null) => true,
-            Some(Value::String(text)) => text.trim().is_empty() || text.trim().starts_with('-'),
+            Some(Value::String(text)) => {
+                let number = text.trim().parse::<f64>();
+                let is_none = text.trim().is_empty() || number.is_ok_and(|number| number < 0.0);
+                is_none && !names.contains_key(text)
+            }
             Some(number) => number.as_f64().is_some_and(|number| number < 0.0),
         }
     }

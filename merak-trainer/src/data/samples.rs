@@ -265,7 +265,7 @@ impl Maker<'_> {
             let record = record?;
             let pair = record.optional_text("text_pair")?;
             let text = (record.text("text", needs)?, pair);
-            let label = if self.args.only_predicts() && record.lacks_label() {
+            let label = if self.args.only_predicts() && record.lacks_label(&self.tokens.label2id) {
                 IGNORED_LABEL
             } else {
                 record.label(&self.tokens.label2id, classes, needs)?

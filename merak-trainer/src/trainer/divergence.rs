@@ -61,8 +61,8 @@ pub struct Rollback {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub(super) struct RecentLosses(VecDeque<f64>);
 
-/// Losses in a row that are not finite, after which the weights are to blame: data alone spoil a
-/// step that is skipped.
+/// Losses in a row that are not finite, after which the guard takes the weights to be at fault.
+/// Data alone may spoil one step, which is skipped.
 const UNFINITE: usize = 2;
 
 /// Watches the losses of the first rank, so that its decisions are the same on every rank.
@@ -74,8 +74,12 @@ pub(super) struct DivergenceGuard {
     pub(super) recent: RecentLosses,
     /// The last losses in a row that are not finite.
     unfinite: usize,
+    /// The last step whose loss was finite, or the step that the run went back to since.
+    last_finite: usize,
     /// How often the run went back to each step.
     returns: BTreeMap<usize, usize>,
+    /// Whether a checkpoint was due and put off.
+    owes_save: bool,
 }
 
 impl DivergenceGuard {
@@ -87,21 +91,23 @@ impl DivergenceGuard {
             most: args.divergence_max_rollbacks,
             recent: RecentLosses::default(),
             unfinite: 0,
+            last_finite: 0,
             returns: BTreeMap::new(),
+            owes_save: false,
         })
     }
 
     /// What is wrong with a step's loss; a loss with which nothing is wrong joins the window. A
     /// skipped step changed no weight: its finite loss is not judged, and one that is not finite
-    /// counts from [`UNFINITE`] in a row on.
-    fn judge(&mut self, report: &StepReport) -> Option<Divergence> {
+    /// counts from [`UNFINITE`] in a row on, or in the last step, after which no other one follows.
+    fn judge(&mut self, report: &StepReport, is_last: bool) -> Option<Divergence> {
         let is_skipped = report.skipped.is_some();
         if !report.loss.is_finite() {
             self.unfinite += 1;
-            let counts = !is_skipped || self.unfinite >= UNFINITE;
+            let counts = !is_skipped || is_last || self.unfinite >= UNFINITE;
             return counts.then_some(Divergence::NotFinite);
         }
-        self.unfinite = 0;
+        (self.unfinite, self.last_finite) = (0, report.step);
         if is_skipped {
             return None;
         }
@@ -117,9 +123,18 @@ impl DivergenceGuard {
         None
     }
 
-    /// Whether the weights may be broken: the last loss was not finite.
-    pub(super) fn doubts_weights(&self) -> bool {
-        self.unfinite > 0
+    /// Whether to make a checkpoint where one `is_due`. One of weights that may be broken, since
+    /// the last loss was not finite, is put off.
+    pub(super) fn may_save(&mut self, is_due: bool) -> bool {
+        let is_due = is_due || self.owes_save;
+        self.owes_save = is_due && self.unfinite > 0;
+        is_due && !self.owes_save
+    }
+
+    /// Forgets the steps after the one that the run goes back to.
+    fn go_back(&mut self, to_step: usize) {
+        (self.unfinite, self.owes_save) = (0, false);
+        self.last_finite = self.last_finite.min(to_step);
     }
 
     /// Counts a return to a step; says whether there are too many to it.
@@ -163,15 +178,20 @@ impl MerakTrainer {
             loss,
             ..report.clone()
         };
+        let is_last = self.progress.is_done();
         let guard = self.divergence.as_mut();
-        let cause = guard.and_then(|guard| guard.judge(report));
-        let Some(cause) = cause.or(is_worn_out.then_some(Divergence::Skipped)) else {
-            return Ok(false);
+        let cause = match guard.and_then(|guard| guard.judge(report, is_last)) {
+            Some(cause) => cause,
+            None if !is_worn_out => return Ok(false),
+            None if report.loss.is_finite() => Divergence::Skipped,
+            None => Divergence::NotFinite,
         };
         // Without a checkpoint, a run goes on as one without the guard does.
-        let may_go_on = report.skipped.is_some() && !is_worn_out;
-        if may_go_on && self.last_checkpoint()?.is_none() {
-            return Ok(false);
+        if report.skipped.is_some() && !is_worn_out {
+            self.finish_save()?;
+            if self.last_checkpoint()?.is_none() {
+                return Ok(false);
+            }
         }
         self.within(StepPart::Train, report.step, |trainer| {
             trainer.roll_back(report, cause)
@@ -199,7 +219,7 @@ impl MerakTrainer {
             order.resume(to_step, position);
         }
         if let Some(guard) = &mut self.divergence {
-            guard.unfinite = 0;
+            guard.go_back(to_step);
         }
         let rollback = Rollback {
             step: report.step,
@@ -222,7 +242,7 @@ impl MerakTrainer {
     }
 
     /// The step and the folder of the checkpoint to go back to, and whether it passes over later
-    /// ones: those that the run went back to too often.
+    /// ones: those that the run went back to too often, and after which no loss was finite.
     ///
     /// # Errors
     /// [`Error::Diverged`] where there is none.
@@ -244,7 +264,13 @@ impl MerakTrainer {
         while let Some(guard) = &mut self.divergence
             && guard.count_return(to_step)
         {
-            let Some(earlier) = self.checkpoint_before(to_step, cause)? else {
+            let is_broken = passes_over || guard.last_finite <= to_step;
+            let earlier = if is_broken && *cause == Divergence::NotFinite {
+                self.checkpoint_before(to_step)?
+            } else {
+                None
+            };
+            let Some(earlier) = earlier else {
                 return Err(diverged(&format!(
                     "training went back to step {to_step} \"divergence_max_rollbacks\" times"
                 )));
@@ -255,26 +281,31 @@ impl MerakTrainer {
         Ok((to_step, path, passes_over))
     }
 
-    /// The step and the folder of the checkpoint before that of `step`, on every rank. It is asked
-    /// for where the losses after `step` are not finite whatever the data: the weights saved there
-    /// are broken. `None` for other causes, and where this run has saved nothing.
-    fn checkpoint_before(
-        &self,
-        step: usize,
-        cause: &Divergence,
-    ) -> Result<Option<(usize, PathBuf)>> {
-        if *cause != Divergence::NotFinite || self.saving.last_step.is_none() {
-            return Ok(None);
-        }
+    /// The step and the folder of the checkpoint of this run before that of `step`, on every rank;
+    /// `None` where there is none, or where the run came from another folder and has saved nothing.
+    ///
+    /// # Communication
+    /// A broadcast of 8 bytes from the first rank.
+    fn checkpoint_before(&self, step: usize) -> Result<Option<(usize, PathBuf)>> {
         let store = Store::in_output_dir(self.args.run_folder()?);
         let mut found = None;
-        if self.stages.mpu.is_rank_0() {
+        if self.stages.mpu.is_rank_0()
+            && (self.saving.last_step.is_some() || self.is_resumed_in(&store))
+        {
             found = store.newest_complete(Some(step as u64))?;
         }
         let found = found.map_or(-1, |found| found.manifest().header.step.cast_signed());
         let world = self.stages.mpu.world_group();
         let found = u64::try_from(world.broadcast_vec(vec![found], 0)?[0]).ok();
         Ok(found.map(|step| (step as usize, store.path_of(step))))
+    }
+
+    /// Whether the run goes on from a checkpoint of this store.
+    fn is_resumed_in(&self, store: &Store) -> bool {
+        let from = self.resumed_from.as_ref();
+        let from = from.and_then(|from| from.path.canonicalize().ok());
+        let folder = store.folder().canonicalize().ok();
+        folder.is_some_and(|folder| from.is_some_and(|from| from.parent() == Some(&folder)))
     }
 
     /// Deletes the checkpoints after that of `step`, and what was made of them.
@@ -310,7 +341,9 @@ impl MerakTrainer {
             let store = Store::in_output_dir(self.args.run_folder()?);
             return Ok(Some((step, store.path_of(step as u64))));
         }
-        let from = self.resumed_from.as_ref().filter(|_| !self.args.finetune);
+        // A release has weights alone, and a run that fine-tunes took these alone.
+        let from = self.resumed_from.as_ref();
+        let from = from.filter(|from| from.has_state && !self.args.finetune);
         Ok(from.map(|from| (from.global_step, from.path.clone())))
     }
 }
@@ -335,47 +368,54 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_loss_is_compared_with_the_median_of_a_full_window() {
-        let mut guard = DivergenceGuard {
-            window: 3,
+    fn guard(window: usize, most: usize) -> DivergenceGuard {
+        DivergenceGuard {
+            window,
             factor: 2.0,
-            most: 1,
+            most,
             recent: RecentLosses::default(),
             unfinite: 0,
+            last_finite: 0,
             returns: BTreeMap::new(),
-        };
-        for loss in [1.0, 9.0, 1.5] {
-            assert_eq!(guard.judge(&report(loss, false)), None, "the window fills");
+            owes_save: false,
         }
-        let spike = guard.judge(&report(3.1, false));
+    }
+
+    #[test]
+    fn a_loss_is_compared_with_the_median_of_a_full_window() {
+        let mut guard = guard(3, 1);
+        let mut judge = |loss, skipped| guard.judge(&report(loss, skipped), false);
+        for loss in [1.0, 9.0, 1.5] {
+            assert_eq!(judge(loss, false), None, "the window fills");
+        }
+        let spike = judge(3.1, false);
         assert_eq!(spike, Some(Divergence::Spike { median: 1.5 }));
-        assert_eq!(
-            guard.judge(&report(3.0, false)),
-            None,
-            "not above twice 1.5"
-        );
-        assert_eq!(guard.judge(&report(9.0, true)), None, "it was skipped");
+        assert_eq!(judge(3.0, false), None, "not above twice 1.5");
+        assert_eq!(judge(9.0, true), None, "it was skipped");
         let not_finite = Some(Divergence::NotFinite);
-        assert_eq!(guard.judge(&report(f64::NAN, true)), None, "data alone");
-        assert!(guard.doubts_weights());
-        assert_eq!(guard.judge(&report(f64::NAN, true)), not_finite);
-        assert_eq!(guard.judge(&report(2.9, true)), None, "it was skipped");
-        assert!(!guard.doubts_weights());
-        assert_eq!(guard.judge(&report(f64::NAN, false)), not_finite);
+        assert_eq!(judge(f64::NAN, false), not_finite);
+        assert_eq!(judge(2.9, true), None, "it was skipped");
+        assert_eq!(judge(f64::NAN, true), None, "data alone");
+        assert_eq!(judge(f64::NAN, true), not_finite);
         assert_eq!(guard.recent.0, [9.0, 1.5, 3.0]);
     }
 
     #[test]
+    fn a_checkpoint_in_doubt_is_put_off() {
+        let mut guard = guard(3, 1);
+        assert!(guard.may_save(true) && !guard.may_save(false));
+        assert_eq!(guard.judge(&report(f64::NAN, true), false), None);
+        assert!(!guard.may_save(true) && !guard.may_save(false));
+        assert_eq!(guard.judge(&report(1.0, false), false), None);
+        assert!(guard.may_save(false) && !guard.may_save(false));
+        // No step follows the last one, which would tell.
+        let last = guard.judge(&report(f64::NAN, true), true);
+        assert_eq!(last, Some(Divergence::NotFinite));
+    }
+
+    #[test]
     fn returns_to_the_same_step_are_counted() {
-        let mut guard = DivergenceGuard {
-            window: 3,
-            factor: 2.0,
-            most: 2,
-            recent: RecentLosses::default(),
-            unfinite: 0,
-            returns: BTreeMap::new(),
-        };
+        let mut guard = guard(3, 2);
         let worn: Vec<_> = [5, 5, 9, 9, 9, 5]
             .map(|step| guard.count_return(step))
             .into();

@@ -49,6 +49,8 @@ pub struct LoadedCheckpoint {
     pub fresh: Vec<String>,
     /// Parameters of the checkpoint that the model does not use.
     pub unused: Vec<String>,
+    /// Whether it has the state of a run, and not weights alone.
+    pub has_state: bool,
 }
 
 impl LoadedCheckpoint {
@@ -67,6 +69,7 @@ impl LoadedCheckpoint {
             topology: header.topology,
             fresh: fresh.names(plan),
             unused: fresh.unused(plan),
+            has_state: state.is_some(),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{
     BestModel, Callback, EarlyStopping, EvaluationMetrics, MerakTrainer, StepReport, Stop,
-    TrainerControl, divergence::DivergenceGuard,
+    TrainerControl,
 };
 use crate::error::{ConfigError, Error, PlanError, Result, StepPart};
 use std::time::{Duration, Instant};
@@ -225,8 +225,10 @@ impl MerakTrainer {
         let saves_best = best.is_some() && self.args.load_best_model_at_end;
         let done = self.progress.global_step;
         let is_due = self.args.saves_after(done, self.progress.ends_epoch());
-        let guard = self.divergence.as_ref();
-        let is_due = is_due && !guard.is_some_and(DivergenceGuard::doubts_weights);
+        let is_due = match &mut self.divergence {
+            Some(guard) => guard.may_save(is_due),
+            None => is_due,
+        };
         let must_save = self.progress.is_done() || saves_best || is_asked;
         let saves = is_due || (self.args.saves() && must_save);
         if saves {

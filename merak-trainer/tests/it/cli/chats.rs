@@ -357,5 +357,5 @@ fn packing_parts_the_texts_of_a_stream_and_is_refused_elsewhere() {
         "pre_tokenizer": { "type": "Whitespace" }, "post_processor": null, "decoder": null,
         "model": { "type": "WordLevel", "vocab": { "text": 0, "[UNK]": 1 }, "unk_token": "[UNK]" } });
     place.write("endless.json", &endless.to_string());
-    insta::assert_snapshot!(mistake("--data.tokenizer endless.json --seq_length 8"), @r#"error: "data.packing" parts documents by the token that ends one, which endless.json does not have: leave "data.packing" out, or add such a token to the tokenizer, such as <|endoftext|>"#);
+    insta::assert_snapshot!(mistake("--data.tokenizer endless.json --data.chat_template none --seq_length 8"), @r#"error: "data.packing" parts documents by the token that ends one, which endless.json does not have: leave "data.packing" out, or add such a token to the tokenizer, such as <|endoftext|>"#);
 }

@@ -151,10 +151,10 @@ fn a_guarded_run_goes_back_from_data_that_are_not_finite_and_says_so() {
     );
     assert_eq!(ended.status, Some(0), "{}", ended.stderr);
     assert_snapshot!(returns(&ended.stderr), @r"
-    step 3: back to step 2, as too many steps were skipped
-    step 4: back to step 3, as too many steps were skipped
-    step 6: back to step 5, as too many steps were skipped
-    step 7: back to step 6, as too many steps were skipped
+    step 3: back to step 2, as the loss is not finite
+    step 4: back to step 3, as the loss is not finite
+    step 6: back to step 5, as the loss is not finite
+    step 7: back to step 6, as the loss is not finite
     ");
     for (step, to_step) in [(3, 2), (4, 3), (6, 5), (7, 6)] {
         let told = format!(
