@@ -65,6 +65,16 @@ fn encoders_and_translations_train_like_one_rank() {
 }
 
 #[test]
+fn muon_leaves_the_head_of_a_classifier_to_adamw_on_any_ranks() {
+    let mut models = encoders::models().into_iter();
+    let classifier = models.find(|(model, _)| *model == "bert classifier");
+    let (_, case) = classifier.expect("it is among them");
+    let case = case.with("optim", "muon").with("learning_rate", 1e-2);
+    let shared = |sp: usize, method| case.clone().sharing(sp).with("sp_method", method);
+    check(&case, &[shared(2, "ulysses"), shared(4, "ring")], 6);
+}
+
+#[test]
 fn every_zero_stage_and_all_other_degrees_train_like_one_rank() {
     let case = Case::gpt2().with_dropout(0.1);
     let on = |degrees, zero: usize| {
