@@ -85,9 +85,6 @@ fn all_other_degrees_and_recomputation_train_like_one_rank() {
         overlapping(&case, 3).with("parallel_vocab", true),
         on(3, (2, 2, 1)).with("zero_stage", 3),
         on(1, (2, 2, 1)).with("zero_stage", 2),
-        on(2, (2, 2, 2))
-            .with("zero_stage", 2)
-            .with("train_schedule", "zb_v"),
         on(3, (1, 2, 2)).with("train_schedule", "zb_h1"),
         on(2, (1, 2, 2)),
         overlapping(&case, 3).with("activation_checkpointing", true),
@@ -97,6 +94,25 @@ fn all_other_degrees_and_recomputation_train_like_one_rank() {
         on(3, (1, 4, 1)),
     ];
     check(&case, &cases, 8);
+}
+
+#[test]
+fn a_bucket_of_several_stages_of_a_rank_may_be_reduced_between_halves() {
+    for case in [Case::gpt2(), Case::llama()] {
+        let case = case.with_microbatches(8);
+        let on = |level: usize, zero: usize, schedule| {
+            let case = case.clone().on((2, 2, 2)).with("zero_stage", zero);
+            let case = case.with("train_schedule", schedule);
+            case.with("tp_overlapping_level", level)
+        };
+        let cases = [
+            on(2, 2, "interleaved_1f1b").with("virtual_stages", 2),
+            on(3, 3, "interleaved_1f1b").with("virtual_stages", 2),
+            on(2, 3, "zb_v"),
+            on(3, 2, "v_half"),
+        ];
+        check(&case, &cases, 4);
+    }
 }
 
 #[test]
