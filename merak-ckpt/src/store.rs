@@ -43,6 +43,12 @@ impl Store {
         &self.folder
     }
 
+    /// Whether a path leads to an entry of this folder, behind whatever links.
+    pub fn holds(&self, path: &Path) -> bool {
+        let (path, folder) = (path.canonicalize(), self.folder.canonicalize());
+        matches!((path, folder), (Ok(path), Ok(folder)) if path.parent() == Some(&folder))
+    }
+
     /// The steps that have a checkpoint, complete or not, ascending.
     ///
     /// # Errors

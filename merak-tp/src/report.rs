@@ -114,6 +114,12 @@ impl Report {
         kept.chain(self.gathers.iter().map(ToString::to_string))
     }
 
+    /// A line for each entry of the lists that matches nothing.
+    pub fn warnings(&self) -> impl Iterator<Item = String> {
+        let unmatched = self.unmatched.iter();
+        unmatched.map(|entry| format!("warning: {entry} matches nothing"))
+    }
+
     /// Adds up the collectives of a rewritten graph and of its backward.
     pub(crate) fn count_collectives(&mut self, graph: &Graph) {
         let needs_grad = needs_grad(graph, &[]);
@@ -192,8 +198,8 @@ impl fmt::Display for Report {
         for traffic in &self.collectives {
             writeln!(f, "  {traffic}")?;
         }
-        for entry in &self.unmatched {
-            writeln!(f, "  warning: {entry} matches nothing")?;
+        for warning in self.warnings() {
+            writeln!(f, "  {warning}")?;
         }
         for choice in &self.choices {
             writeln!(f, "  {choice}")?;

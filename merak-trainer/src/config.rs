@@ -46,6 +46,7 @@ pub(crate) use self::file::read_table;
 pub(crate) use self::folders::RESOLVED;
 pub(crate) use self::keys::given_list;
 use self::nearest::nearest_key;
+pub(crate) use self::setting::whole;
 pub(crate) use self::strict::json;
 pub use self::{
     checked::CheckedArguments,

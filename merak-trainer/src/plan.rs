@@ -156,7 +156,7 @@ impl Plan {
     }
 
     /// Whether an encoder reads the prompts and a decoder writes the texts.
-    pub(crate) fn has_encoder(&self) -> bool {
+    pub fn has_encoder(&self) -> bool {
         self.draft.model.objective() == Objective::SequenceToSequence
     }
 

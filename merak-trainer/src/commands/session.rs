@@ -2,7 +2,6 @@
 
 use super::{model::Loaded, output};
 use merak_ckpt::{ADAPTER_CONFIG, Checkpoint, Completion, GenerateOptions, NewToken};
-use merak_trace::models::Objective;
 use merak_trainer::{
     CheckedArguments, ConfigError, Error, MerakArguments, MerakTrainer, Plan, PlanInputs, Result,
     StopStrings, TokenizerSource, TrainerParts, Workload, World, data::Tokenizer,
@@ -120,7 +119,7 @@ impl Session {
 
     /// Whether completions are sequences of their own, which do not go on with the prompt.
     pub(crate) fn translates(&self) -> bool {
-        self.plan.draft.model.objective() == Objective::SequenceToSequence
+        self.plan.has_encoder()
     }
 
     /// Tokens as people see them: their text, or their ids where there is no tokenizer.

@@ -84,9 +84,8 @@ pub(crate) fn run(mut args: Args) -> Outcome {
             let mut text = render::graph(graph, render::Format::Text);
             let split = &plan.draft.tensor;
             let choices = split.choices.iter().map(ToString::to_string);
-            let unmatched = split.unmatched.iter();
-            let unmatched = unmatched.map(|entry| format!("warning: {entry} matches nothing"));
-            for line in choices.chain(split.made_whole()).chain(unmatched) {
+            let lines = choices.chain(split.made_whole());
+            for line in lines.chain(split.warnings()) {
                 let _ = writeln!(text, "# {line}");
             }
             text += &as_comments(&traffic(&plan, args.stage)?);

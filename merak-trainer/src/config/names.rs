@@ -66,7 +66,7 @@ impl MetricName {
     /// What the names of evaluations' metrics begin with.
     pub(crate) const PREFIX: &str = "eval_";
 
-    /// The name without what all of them begin with.
+    /// The name without the `eval_` that all of them begin with.
     pub fn short(&self) -> &str {
         self.0.strip_prefix(Self::PREFIX).unwrap_or(&self.0)
     }

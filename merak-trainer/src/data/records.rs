@@ -19,7 +19,7 @@ use super::{
     text::{self, Document, Documents, Need, Reading},
 };
 use crate::{
-    config::DataFormat,
+    config::{DataFormat, whole},
     error::{DataError, Error, Result},
 };
 
@@ -278,12 +278,6 @@ fn table<'a>(path: Arc<Path>, content: impl Read + Send + 'a, delimiter: u8) -> 
     })))
 }
 
-/// A number as an integer, if it is one.
-fn whole(number: f64) -> Option<i64> {
-    let is_whole = number.fract() == 0.0 && number.abs() < 1e15;
-    is_whole.then_some(number as i64)
-}
-
 pub(super) fn wrong(path: &Path, line: u64, reason: String) -> Error {
     Error::Data(DataError::Record {
         path: path.to_path_buf(),
@@ -380,8 +374,8 @@ impl Record {
                 .get(name.as_str())
                 .copied()
                 .or_else(|| name.trim().parse().ok()),
-            // As tables of numbers write them, in which some are missing.
-            other => other.as_i64().or_else(|| whole(other.as_f64()?)),
+            // 1.0 is how tables of numbers write it where some are missing.
+            other => whole(other).and_then(|label| i64::try_from(label).ok()),
         };
         let is_class = |&label: &i64| usize::try_from(label).is_ok_and(|label| label < classes);
         number.filter(is_class).ok_or_else(|| {

@@ -95,10 +95,8 @@ impl MerakTrainer {
     pub(super) fn restore_best(&mut self, best: Option<BestModel>, saved: &Path) -> Result<()> {
         let is_ours = |best: BestModel| {
             let store = Store::in_output_dir(self.args.output_dir.as_ref()?);
-            let folder = store.folder().canonicalize().ok()?;
-            let is_same = saved.canonicalize().ok()?.parent() == Some(&folder);
             let there = Checkpoint::open_damaged(store.path_of(best.step as u64)).ok()?;
-            (is_same && best.is_of(&there)).then_some(best)
+            (store.holds(saved) && best.is_of(&there)).then_some(best)
         };
         let found = best.and_then(is_ours);
         let world = self.stages.mpu.world_group();

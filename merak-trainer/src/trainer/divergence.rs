@@ -289,23 +289,15 @@ impl MerakTrainer {
     fn checkpoint_before(&self, step: usize) -> Result<Option<(usize, PathBuf)>> {
         let store = Store::in_output_dir(self.args.run_folder()?);
         let mut found = None;
-        if self.stages.mpu.is_rank_0()
-            && (self.saving.last_step.is_some() || self.is_resumed_in(&store))
-        {
+        let from = self.resumed_from.as_ref();
+        let is_resumed_here = || from.is_some_and(|from| store.holds(&from.path));
+        if self.stages.mpu.is_rank_0() && (self.saving.last_step.is_some() || is_resumed_here()) {
             found = store.newest_complete(Some(step as u64))?;
         }
         let found = found.map_or(-1, |found| found.manifest().header.step.cast_signed());
         let world = self.stages.mpu.world_group();
         let found = u64::try_from(world.broadcast_vec(vec![found], 0)?[0]).ok();
         Ok(found.map(|step| (step as usize, store.path_of(step))))
-    }
-
-    /// Whether the run goes on from a checkpoint of this store.
-    fn is_resumed_in(&self, store: &Store) -> bool {
-        let from = self.resumed_from.as_ref();
-        let from = from.and_then(|from| from.path.canonicalize().ok());
-        let folder = store.folder().canonicalize().ok();
-        folder.is_some_and(|folder| from.is_some_and(|from| from.parent() == Some(&folder)))
     }
 
     /// Deletes the checkpoints after that of `step`, and what was made of them.
