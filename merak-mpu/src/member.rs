@@ -44,6 +44,11 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// grows with what they send. That of a library beneath is not known.
     fn shared_bytes(&self) -> usize;
 
+    /// Whether it moves memory of devices without the host, beside what the devices compute.
+    fn moves_device_memory(&self) -> bool {
+        false
+    }
+
     /// One moment, the same on every rank, from which the timelines of the ranks count. Between
     /// processes it is as exact as half the time that a message takes there and back.
     fn epoch(&self) -> Instant;
@@ -144,6 +149,12 @@ impl Member {
     /// The host and the place there that this rank runs on.
     pub fn locality(&self) -> Locality {
         self.engine.locality()
+    }
+
+    /// Whether memory of devices goes to other ranks without the host; see
+    /// [`Engine::moves_device_memory`].
+    pub fn moves_device_memory(&self) -> bool {
+        self.engine.moves_device_memory()
     }
 
     /// Bytes of the memory through which the processes of this rank's host move data; see

@@ -108,6 +108,11 @@ impl Mpu {
         self.member.locality()
     }
 
+    /// Whether memory of devices goes to other ranks without the host.
+    pub fn moves_device_memory(&self) -> bool {
+        self.member.moves_device_memory()
+    }
+
     /// The number of ranks.
     pub fn world_size(&self) -> usize {
         self.topology.world_size()

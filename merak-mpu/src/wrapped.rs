@@ -97,6 +97,10 @@ impl Engine for Wrapped {
         self.engine.shared_bytes()
     }
 
+    fn moves_device_memory(&self) -> bool {
+        self.engine.moves_device_memory()
+    }
+
     fn epoch(&self) -> Instant {
         self.engine.epoch()
     }

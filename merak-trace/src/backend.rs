@@ -4,6 +4,8 @@
 pub mod candle;
 #[cfg(any(feature = "cpu", feature = "tch"))]
 mod masters;
+#[cfg(any(feature = "cpu", feature = "tch"))]
+mod parts;
 mod past;
 #[cfg(feature = "tch")]
 pub mod tch;
@@ -16,7 +18,7 @@ use crate::{
 };
 use crate::{Op, Param, Result, TensorType, Value, value::MemoryMeter};
 use merak_mpu::{Buffer, Coord, DType};
-use std::{fmt, sync::Arc};
+use std::{fmt, ops::Range, sync::Arc};
 
 pub use past::{Following, Past, RelativeBias};
 
@@ -246,6 +248,29 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// # Errors
     /// When a device has no room for it, or the tensor library no such element type.
     fn grad_buffer(&self, dtype: DType, len: usize) -> Result<Box<dyn Buffer>>;
+
+    /// Copies parts of a flat buffer of floats, end to end, into a buffer of its own where the
+    /// values lie. Elements are rounded to the nearest of the type.
+    ///
+    /// # Errors
+    /// When an element type is none of floats, or a device fails.
+    fn copy_parts(
+        &self,
+        from: &dyn Buffer,
+        parts: &[Range<usize>],
+        dtype: DType,
+    ) -> Result<Box<dyn Buffer>>;
+
+    /// Replaces parts of a flat buffer of this backend by `f32` values that lie end to end.
+    ///
+    /// # Errors
+    /// When the lengths differ, an element type is another one, or a device fails.
+    fn put_parts(
+        &self,
+        values: &dyn Buffer,
+        to: &mut dyn Buffer,
+        parts: &[Range<usize>],
+    ) -> Result<()>;
 
     /// Lays out parameters at the given offsets of one flat buffer of `len` elements, filled with
     /// zeros. All parameters of a call are [kept](Param::kept) in one element type.

@@ -120,14 +120,16 @@ impl RankStages {
         let buckets = gathered::Buckets::new(&programs.params, &optimizer, memory, &backend);
         let mut grads = grad_store(&programs, &optimizer, &*backend)?;
         let stages = stages(&programs, (&params, buckets.as_ref()), &backend, &mpu);
-        // A collective on a device's memory goes through the host, and would stop a pass.
         let on_host = matches!(grads.buffers[0].memory(), Memory::Host(_));
+        // What goes from a device through the host would stop a pass.
+        let moves_beside = on_host || mpu.moves_device_memory();
         let replicas = mpu.data_sequence_parallel_group().world_size();
-        let reduces_early = replicas > 1 && (on_host || optimizer.divides_gradients());
+        let reduces_early = replicas > 1 && (moves_beside || optimizer.divides_gradients());
+        let has_cores = args.core_sharers() * num_threads <= num_cores();
         Ok(Self {
             completion: gradients::Completion::new(&optimizer, &grads.slots, &tied.slots()),
             reduces_early,
-            arrives_late: on_host && args.core_sharers() * num_threads <= num_cores(),
+            arrives_late: moves_beside && (has_cores || !on_host),
             plan,
             mpu,
             backend,
@@ -394,8 +396,14 @@ fn state_room(args: &CheckedArguments) -> Result<StateRoom> {
 /// The backend of a rank's nodes, and the device that steps its parameters in place.
 pub(crate) struct Executor {
     pub(crate) backend: SharedBackend,
-    /// Where the optimizer steps, if not on slices of host memory.
-    pub(crate) optimizer_device: Option<Arc<dyn StepDevice>>,
+    /// Where flat buffers lie, if not in host memory.
+    pub(crate) optimizer_device: Option<OptimizerDevice>,
+}
+
+/// The device of flat buffers, and whether the optimizer steps there too.
+pub(crate) struct OptimizerDevice {
+    device: Arc<dyn StepDevice>,
+    has_state: bool,
 }
 
 impl Executor {
@@ -412,17 +420,7 @@ impl Executor {
                     optimizer_device: None,
                 })
             }
-            BackendChoice::Tch => {
-                let executor = Self::on_tch(args, place, num_threads)?;
-                Ok(match args.offload() {
-                    None => executor,
-                    // The state lies in host memory, where the optimizer steps without a device.
-                    Some(_) => Self {
-                        optimizer_device: None,
-                        ..executor
-                    },
-                })
-            }
+            BackendChoice::Tch => Self::on_tch(args, place, num_threads),
         }
     }
 
@@ -434,7 +432,10 @@ impl Executor {
     ) -> Result<Self, merak_trace::Error> {
         let backend = tch::backend(args, place, num_threads)?;
         Ok(Self {
-            optimizer_device: Some(Arc::new(tch::Steps::new(Arc::clone(&backend), num_threads))),
+            optimizer_device: Some(OptimizerDevice {
+                device: Arc::new(tch::Steps::new(Arc::clone(&backend), num_threads)),
+                has_state: args.offload().is_none(),
+            }),
             backend,
         })
     }
@@ -451,7 +452,7 @@ impl Executor {
 /// The optimizer with what a rank has for its arithmetic.
 pub(crate) fn equipped(
     mut optimizer: ZeroOptimizer,
-    device: Option<Arc<dyn StepDevice>>,
+    device: Option<OptimizerDevice>,
     num_threads: usize,
 ) -> Result<ZeroOptimizer> {
     if optimizer.config().optimizer.optim == OptimizerKind::Muon {
@@ -461,10 +462,11 @@ pub(crate) fn equipped(
         })?;
         optimizer = optimizer.with_products(Arc::new(products::KernelProducts(threads)));
     }
-    match device {
-        Some(device) => Ok(optimizer.on_device(device)?),
-        None => Ok(optimizer),
-    }
+    Ok(match device {
+        Some(OptimizerDevice { device, has_state }) if has_state => optimizer.on_device(device)?,
+        Some(OptimizerDevice { device, .. }) => optimizer.reduced_on(device),
+        None => optimizer,
+    })
 }
 
 /// The stages over the rank's parameters and gradients.

@@ -23,6 +23,48 @@ pub trait StepDevice: fmt::Debug + Send + Sync {
     /// When the memory does not suffice.
     fn zeros(&self, len: usize) -> Result<Box<dyn Buffer>, DeviceError>;
 
+    /// Whether a buffer lies in the memory of the device. What is copied out of one that does not,
+    /// or into it, goes through host memory.
+    fn holds(&self, buffer: &dyn Buffer) -> bool;
+
+    /// A copy of parts of a buffer, end to end, in the memory of the device.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn take(
+        &self,
+        from: &dyn Buffer,
+        parts: &[Range<usize>],
+    ) -> Result<Box<dyn Buffer>, DeviceError>;
+
+    /// Replaces parts of a buffer by values that lie end to end.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn put(
+        &self,
+        values: &dyn Buffer,
+        to: &mut dyn Buffer,
+        parts: &[Range<usize>],
+    ) -> Result<(), DeviceError>;
+
+    /// Adds values that lie end to end to parts of a buffer.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn add(
+        &self,
+        values: &dyn Buffer,
+        to: &mut dyn Buffer,
+        parts: &[Range<usize>],
+    ) -> Result<(), DeviceError>;
+
+    /// Multiplies all elements of a buffer.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn multiply(&self, values: &mut dyn Buffer, factor: f32) -> Result<(), DeviceError>;
+
     /// The sum of the squares of each of the ranges, in f64.
     ///
     /// # Errors

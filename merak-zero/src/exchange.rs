@@ -1,12 +1,17 @@
 //! The reduction of a step's gradients, bucket by bucket.
 
 use crate::{
-    Bucket, Error, FlatLayout, Result, ZeroConfig, ZeroStage, flat,
+    Bucket, Error, FlatLayout, Result, StepDevice, ZeroConfig, ZeroStage,
+    copies::Copies,
+    flat,
     gathering::{Arrivals, Gatherer},
     layout::Extent,
 };
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp, into_vec};
-use std::collections::VecDeque;
+use std::{collections::VecDeque, ops::Range};
+
+/// The operation, for errors.
+const REDUCTION: &str = "gradient reduction";
 
 /// Most buckets whose sums are under way at once: each has a copy of its gradients.
 pub(crate) const MOST_IN_FLIGHT: usize = 4;
@@ -19,6 +24,7 @@ pub(crate) const MOST_APART: usize = 2;
 #[derive(Debug)]
 pub(crate) struct Exchange {
     group: Group,
+    copies: Copies,
     sharded: bool,
     /// Which elements the buffer of gradients has.
     grads: Extent,
@@ -69,6 +75,7 @@ impl Exchange {
             grads: extent(ZeroStage::Gradients),
             params: extent(config.params_divided_from()),
             group,
+            copies: Copies::default(),
             scale_before: before as f32,
             scale_after: after as f32,
             allgather_bucket_size: config.gather_bucket_size,
@@ -78,6 +85,15 @@ impl Exchange {
             spare: Vec::new(),
             most_elements: 0,
         }
+    }
+
+    /// How parts of the flat buffers are copied.
+    pub(crate) fn copies(&self) -> &Copies {
+        &self.copies
+    }
+
+    pub(crate) fn set_copies(&mut self, copies: Copies) {
+        self.copies = copies;
     }
 
     /// Whether each rank owns one part of each bucket, instead of every rank owning all.
@@ -110,7 +126,8 @@ impl Exchange {
     /// `stepped`.
     pub(crate) fn arrivals(&self, layout: &FlatLayout, stepped: bool) -> Arrivals {
         if stepped && self.sharded && self.params == Extent::All {
-            Arrivals::new(&self.group, layout, self.allgather_bucket_size)
+            let copies = self.copies.clone();
+            Arrivals::new(&self.group, copies, layout, self.allgather_bucket_size)
         } else {
             Arrivals::none(&self.group)
         }
@@ -153,7 +170,7 @@ impl Exchange {
         while let Some(&bucket) = self.ready.front() {
             if self.in_flight.len() < MOST_IN_FLIGHT {
                 self.ready.pop_front();
-                flat::read(grads, |g| self.start_reduce(bucket, layout, g))?;
+                self.start_reduce(bucket, layout, grads)?;
             } else if waits || self.in_flight[0].1.is_done() {
                 self.finish_oldest(layout, grads)?;
             } else {
@@ -178,8 +195,14 @@ impl Exchange {
         if self.in_flight.len() >= MOST_APART {
             self.finish_oldest(layout, kept)?;
         }
-        let mut all = into_vec(all).map_err(Error::communication("gradient reduction"))?;
-        scale(&mut all, self.scale_before);
+        let mut all = all;
+        if let Some(device) = self.copies.device_of(&*all) {
+            multiply(device, &mut *all, self.scale_before)?;
+        } else {
+            let mut host = into_vec(all).map_err(Error::communication(REDUCTION))?;
+            scale(&mut host, self.scale_before);
+            all = Box::new(host);
+        }
         self.start_sum(bucket, layout, all)
     }
 
@@ -189,27 +212,45 @@ impl Exchange {
     }
 
     /// Starts the sum of one bucket.
-    fn start_reduce(&mut self, index: usize, layout: &FlatLayout, grads: &[f32]) -> Result<()> {
-        let bucket = &layout.buckets()[index];
-        let mut copy = self.spare.pop().unwrap_or_default();
-        copy.clear();
-        // Memory that grows by doubling would take more than its bucket.
-        copy.reserve_exact(bucket.flat.len());
-        copy.extend_from_slice(&grads[bucket.flat.clone()]);
-        scale(&mut copy, self.scale_before);
+    fn start_reduce(
+        &mut self,
+        index: usize,
+        layout: &FlatLayout,
+        grads: &dyn Buffer,
+    ) -> Result<()> {
+        let part = layout.buckets()[index].flat.clone();
+        let copy: Box<dyn Buffer> = if let Some(device) = self.copies.device_of(grads) {
+            let copy = device.take(grads, &[part]);
+            let mut copy = copy.map_err(Error::device(REDUCTION))?;
+            multiply(device, &mut *copy, self.scale_before)?;
+            copy
+        } else {
+            let mut copy = self.spare.pop().unwrap_or_default();
+            copy.clear();
+            // Memory that grows by doubling would take more than its bucket.
+            copy.reserve_exact(part.len());
+            flat::read(grads, |g| copy.extend_from_slice(&g[part]));
+            scale(&mut copy, self.scale_before);
+            Box::new(copy)
+        };
         self.start_sum(index, layout, copy)
     }
 
-    fn start_sum(&mut self, index: usize, layout: &FlatLayout, copy: Vec<f32>) -> Result<()> {
+    fn start_sum(
+        &mut self,
+        index: usize,
+        layout: &FlatLayout,
+        copy: Box<dyn Buffer>,
+    ) -> Result<()> {
         let bucket = &layout.buckets()[index];
         let pending = if self.sharded {
             let lengths = layout.parts(bucket).map(|part| part.flat.len()).collect();
             self.group
-                .start_reduce_scatter_parts(Box::new(copy), lengths, ReduceOp::Sum)
+                .start_reduce_scatter_parts(copy, lengths, ReduceOp::Sum)
         } else {
-            self.group.start_all_reduce(Box::new(copy), ReduceOp::Sum)
+            self.group.start_all_reduce(copy, ReduceOp::Sum)
         };
-        let pending = pending.map_err(Error::communication("gradient reduction"))?;
+        let pending = pending.map_err(Error::communication(REDUCTION))?;
         self.in_flight.push_back((index, pending));
         let under_way = self.in_flight.iter();
         let under_way = under_way.map(|(bucket, _)| layout.buckets()[*bucket].flat.len());
@@ -224,50 +265,76 @@ impl Exchange {
         let Some((bucket, pending)) = self.in_flight.pop_front() else {
             return Ok(());
         };
-        let sum = pending.wait().and_then(into_vec);
-        let sum = sum.map_err(Error::communication("gradient reduction"))?;
-        flat::write(grads, |g| self.finish_reduce(bucket, layout, sum, g));
-        Ok(())
+        let sum = pending.wait().map_err(Error::communication(REDUCTION))?;
+        let owned = self.owned_of(bucket, layout, sum.len());
+        self.finish_reduce(sum, owned, grads)
     }
 
-    /// Writes the average of what this rank owns of the bucket into its gradients, or adds it to
+    /// Where the gradients lie that this rank owns of a bucket, or all of them where it owns all.
+    fn owned_of(&self, index: usize, layout: &FlatLayout, len: usize) -> Range<usize> {
+        let bucket = &layout.buckets()[index];
+        match self.grads {
+            Extent::Owned => self.owned_starts[index]..self.owned_starts[index] + len,
+            Extent::All if self.sharded => layout.part(bucket, self.group.rank()).flat,
+            Extent::All => bucket.flat.clone(),
+        }
+    }
+
+    /// Writes the average of what this rank owns of a bucket into its gradients, or adds it to
     /// them.
     fn finish_reduce(
         &mut self,
-        index: usize,
-        layout: &FlatLayout,
-        sum: Vec<f32>,
-        grads: &mut [f32],
-    ) {
-        let bucket = &layout.buckets()[index];
-        let scale = self.scale_after;
-        if self.grads == Extent::Owned {
-            let owned = &mut grads[self.owned_starts[index]..][..sum.len()];
-            owned
-                .iter_mut()
-                .zip(&sum)
-                .for_each(|(g, x)| *g += x * scale);
-            return;
+        mut sum: Box<dyn Buffer>,
+        owned: Range<usize>,
+        grads: &mut dyn Buffer,
+    ) -> Result<()> {
+        let (factor, adds) = (self.scale_after, self.grads == Extent::Owned);
+        if let Some(device) = self.copies.device_of(grads) {
+            multiply(device, &mut *sum, factor)?;
+            let placed = if adds {
+                device.add(&*sum, grads, &[owned])
+            } else {
+                device.put(&*sum, grads, &[owned])
+            };
+            return placed.map_err(Error::device(REDUCTION));
         }
-        let owned = if self.sharded {
-            layout.part(bucket, self.group.rank()).flat
-        } else {
-            bucket.flat.clone()
-        };
-        let owned = grads[owned].iter_mut().zip(&sum);
-        owned.for_each(|(g, x)| *g = x * scale);
-        self.spare.push(sum);
+        let sum: Vec<f32> = into_vec(sum).map_err(Error::communication(REDUCTION))?;
+        flat::write_part(grads, owned, |owned| {
+            let owned = owned.iter_mut().zip(&sum);
+            if adds {
+                owned.for_each(|(g, x)| *g += x * factor);
+            } else {
+                owned.for_each(|(g, x)| *g = x * factor);
+            }
+        });
+        if !adds {
+            self.spare.push(sum);
+        }
+        Ok(())
     }
 }
 
-fn scale(values: &mut [f32], scale: f32) {
-    #[expect(
-        clippy::float_cmp,
-        reason = "the exact factor of an unscaled reduction"
-    )]
-    if scale != 1.0 {
+/// Multiplies values in the memory of a device.
+fn multiply(device: &dyn StepDevice, values: &mut dyn Buffer, factor: f32) -> Result<()> {
+    if is_one(factor) {
+        return Ok(());
+    }
+    let multiplied = device.multiply(values, factor);
+    multiplied.map_err(Error::device(REDUCTION))
+}
+
+fn scale(values: &mut [f32], factor: f32) {
+    if !is_one(factor) {
         for x in values {
-            *x *= scale;
+            *x *= factor;
         }
     }
+}
+
+#[expect(
+    clippy::float_cmp,
+    reason = "the exact factor of an unscaled reduction"
+)]
+fn is_one(factor: f32) -> bool {
+    factor == 1.0
 }

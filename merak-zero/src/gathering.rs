@@ -1,7 +1,7 @@
 //! The gathering of parameters over the replicas.
 
-use crate::{Error, FlatLayout, Result, flat};
-use merak_mpu::{Buffer, Communicator, Group, Pending, into_vec};
+use crate::{Error, FlatLayout, Result, copies::Copies};
+use merak_mpu::{Buffer, Communicator, Group, Pending};
 use std::{collections::VecDeque, ops::Range};
 
 /// The operation, for errors.
@@ -81,6 +81,7 @@ impl PendingBucket {
 #[must_use = "parameters of other ranks arrive when they are waited for"]
 pub struct Arrivals {
     group: Group,
+    copies: Copies,
     waiting: VecDeque<Chunk>,
     under_way: VecDeque<(Chunk, Pending<Box<dyn Buffer>>)>,
 }
@@ -96,11 +97,12 @@ struct Chunk {
 impl Arrivals {
     /// All buckets of a layout; a collective gathers no more elements than `most`, or one of each
     /// rank.
-    pub(crate) fn new(group: &Group, layout: &FlatLayout, most: usize) -> Self {
+    pub(crate) fn new(group: &Group, copies: Copies, layout: &FlatLayout, most: usize) -> Self {
         let piece = (most / group.world_size()).max(1);
         let buckets = 0..layout.buckets().len();
         Self {
             waiting: buckets.flat_map(|b| chunks(layout, b, piece)).collect(),
+            copies,
             ..Self::none(group)
         }
     }
@@ -109,6 +111,7 @@ impl Arrivals {
     pub(crate) fn none(group: &Group) -> Self {
         Self {
             group: group.clone(),
+            copies: Copies::default(),
             waiting: VecDeque::new(),
             under_way: VecDeque::new(),
         }
@@ -152,9 +155,9 @@ impl Arrivals {
             && let Some(chunk) = self.waiting.pop_front()
         {
             let own = chunk.pieces[self.group.rank()].clone();
-            let own = flat::read(params, |p| p[own].to_vec());
+            let own = self.copies.take(params, &[own], GATHERING)?;
             let lengths = chunk.pieces.iter().map(Range::len).collect();
-            let pending = self.group.start_all_gather_parts(Box::new(own), lengths);
+            let pending = self.group.start_all_gather_parts(own, lengths);
             let pending = pending.map_err(Error::communication(GATHERING))?;
             self.under_way.push_back((chunk, pending));
         }
@@ -165,17 +168,8 @@ impl Arrivals {
         let Some((chunk, pending)) = self.under_way.pop_front() else {
             return Ok(());
         };
-        let all: Vec<f32> = pending
-            .wait()
-            .and_then(into_vec)
-            .map_err(Error::communication(GATHERING))?;
-        let mut rest = all.as_slice();
-        for piece in chunk.pieces {
-            let (values, behind) = rest.split_at(piece.len());
-            flat::write_part(params, piece, |p| p.copy_from_slice(values));
-            rest = behind;
-        }
-        Ok(())
+        let all = pending.wait().map_err(Error::communication(GATHERING))?;
+        self.copies.put(all, params, &chunk.pieces, GATHERING)
     }
 }
 

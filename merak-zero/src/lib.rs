@@ -125,6 +125,7 @@ mod average;
 mod blocks;
 #[cfg(feature = "candle")]
 mod candle;
+mod copies;
 mod device;
 mod error;
 mod exchange;

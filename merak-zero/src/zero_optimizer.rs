@@ -8,9 +8,9 @@ pub use step::UpdateReport;
 
 use crate::{
     Block, FlatLayout, GlobalParams, LossScaler, MatrixProducts, ParamSpec, PlainProducts, Result,
-    ScalerState, StepDevice, UpdateRule, ZeroConfig, ZeroGroups, device::DeviceState,
-    exchange::Exchange, gathering::Gatherer, layout::Extent, optimizer::StateKind,
-    state::OwnedState, update_rule,
+    ScalerState, StepDevice, UpdateRule, ZeroConfig, ZeroGroups, copies::Copies,
+    device::DeviceState, exchange::Exchange, gathering::Gatherer, layout::Extent,
+    optimizer::StateKind, state::OwnedState, update_rule,
 };
 use merak_mpu::Group;
 use serde::{Deserialize, Serialize};
@@ -164,13 +164,15 @@ impl ZeroOptimizer {
     /// The same with zeroed state in the memory of a device, which then steps buffers that lie
     /// there.
     ///
-    /// Reductions over several ranks go through host memory. So does a step by a rule that the
-    /// device does not have, whose state stays in host memory.
+    /// Reductions over several ranks take copies in its memory, as after
+    /// [`ZeroOptimizer::reduced_on`]. A step by a rule that the device does not have goes through
+    /// host memory, where its state stays.
     ///
     /// # Errors
     /// [`Error::TwoPlaces`](crate::Error::TwoPlaces) after [`ZeroOptimizer::on_disk`]; when the
     /// memory of the device does not suffice.
     pub fn on_device(mut self, device: Arc<dyn StepDevice>) -> Result<Self> {
+        self = self.reduced_on(Arc::clone(&device));
         if self.rule.is_some() || !device.has(self.config.optimizer.optim) {
             return Ok(self);
         }
@@ -182,6 +184,14 @@ impl ZeroOptimizer {
         self.room = Room::Device(state);
         self.state = self.state.without_values();
         Ok(self)
+    }
+
+    /// The same with collectives over copies in the memory of a device of the buffers that lie
+    /// there, so that an engine for devices moves them without the host.
+    #[must_use]
+    pub fn reduced_on(mut self, device: Arc<dyn StepDevice>) -> Self {
+        self.exchange.set_copies(Copies::on(device));
+        self
     }
 
     /// The same with its state in files of a folder that are mapped into memory, as

@@ -170,6 +170,10 @@ impl Engine for NcclRank {
         self.inner().shared_bytes()
     }
 
+    fn moves_device_memory(&self) -> bool {
+        true
+    }
+
     fn epoch(&self) -> Instant {
         self.inner().epoch()
     }

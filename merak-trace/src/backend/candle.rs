@@ -20,6 +20,7 @@ use crate::{
 use candle_core::Tensor;
 use merak_mpu::{Buffer, DType, into_vec, zeros};
 use pool::{Pool, Pooled};
+use std::ops::Range;
 use storage::{Handle, Kept, Scalar, at, elements, kept, own_elements, steal};
 
 /// Runs nodes on the CPU, on the compute threads of one rank.
@@ -247,6 +248,24 @@ impl Backend for Candle {
 
     fn grad_buffer(&self, dtype: DType, len: usize) -> Result<Box<dyn Buffer>> {
         Ok(zeros(dtype, len))
+    }
+
+    fn copy_parts(
+        &self,
+        from: &dyn Buffer,
+        parts: &[Range<usize>],
+        dtype: DType,
+    ) -> Result<Box<dyn Buffer>> {
+        super::parts::copy(from, parts, dtype)
+    }
+
+    fn put_parts(
+        &self,
+        values: &dyn Buffer,
+        to: &mut dyn Buffer,
+        parts: &[Range<usize>],
+    ) -> Result<()> {
+        super::parts::put(values, to, parts)
     }
 
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {

@@ -33,6 +33,7 @@ mod elementwise;
 mod loss;
 mod norm;
 mod optimizer;
+mod parts;
 mod products;
 mod run;
 mod shim;
@@ -47,7 +48,7 @@ use crate::{
 };
 use merak_mpu::{Buffer, DType, tch::reason_of};
 pub use optimizer::{AdamScalars, SgdScalars};
-use std::{any::Any, cell::Cell};
+use std::{any::Any, cell::Cell, ops::Range};
 use storage::{Handle, TchBuffer, kind_of, shape_of, size_bytes};
 use tch::{Cuda, Device, Kind, Tensor};
 
@@ -227,6 +228,24 @@ impl Backend for Tch {
 
     fn grad_buffer(&self, dtype: DType, len: usize) -> Result<Box<dyn Buffer>> {
         Ok(Box::new(TchBuffer::zeros(dtype, len, self.device)?))
+    }
+
+    fn copy_parts(
+        &self,
+        from: &dyn Buffer,
+        parts: &[Range<usize>],
+        dtype: DType,
+    ) -> Result<Box<dyn Buffer>> {
+        self.copied(from, parts, dtype)
+    }
+
+    fn put_parts(
+        &self,
+        values: &dyn Buffer,
+        to: &mut dyn Buffer,
+        parts: &[Range<usize>],
+    ) -> Result<()> {
+        self.change_parts(values, to, parts, Tensor::f_copy_)
     }
 
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {

@@ -9,6 +9,7 @@ use merak_trace::{
 };
 use std::{
     collections::BTreeMap,
+    ops::Range,
     sync::{Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
@@ -97,6 +98,24 @@ impl Backend for Timed {
 
     fn grad_buffer(&self, dtype: DType, len: usize) -> Result<Box<dyn Buffer>> {
         self.inner.grad_buffer(dtype, len)
+    }
+
+    fn copy_parts(
+        &self,
+        from: &dyn Buffer,
+        parts: &[Range<usize>],
+        dtype: DType,
+    ) -> Result<Box<dyn Buffer>> {
+        self.inner.copy_parts(from, parts, dtype)
+    }
+
+    fn put_parts(
+        &self,
+        values: &dyn Buffer,
+        to: &mut dyn Buffer,
+        parts: &[Range<usize>],
+    ) -> Result<()> {
+        self.inner.put_parts(values, to, parts)
     }
 
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {

@@ -2,7 +2,6 @@
 
 use super::{ParamMemory, StageParams};
 use crate::error::Result;
-use half::{bf16, f16, slice::HalfFloatSliceExt};
 use merak_mpu::{Buffer, DType, into_vec};
 use merak_trace::{
     Error as TraceError, Param, Params, Phase, Result as TraceResult, SharedBackend, StageProgram,
@@ -374,24 +373,9 @@ impl Buckets {
 
     /// Starts to gather a bucket in an element type.
     fn start(&self, bucket: usize, dtype: DType) -> TraceResult<PendingBucket> {
-        let mut own: Option<Box<dyn Buffer>> = None;
-        self.memory.read_trained(&mut |kept| {
-            let part = &kept[self.gatherer.own_part(bucket)];
-            own = Some(match dtype {
-                DType::BF16 => {
-                    let mut narrow = vec![bf16::ZERO; part.len()];
-                    narrow.convert_from_f32_slice(part);
-                    Box::new(narrow)
-                }
-                DType::F16 => {
-                    let mut narrow = vec![f16::ZERO; part.len()];
-                    narrow.convert_from_f32_slice(part);
-                    Box::new(narrow)
-                }
-                _ => Box::new(part.to_vec()),
-            });
-        });
-        let own = own.expect("a buffer calls back once");
+        let part = self.gatherer.own_part(bucket);
+        let copy = |kept: &dyn Buffer| self.backend.copy_parts(kept, &[part], dtype);
+        let own = self.memory.with_trained(copy)?;
         self.gatherer.start(bucket, own).map_err(of_zero)
     }
 

@@ -393,11 +393,10 @@ impl ParamMemory {
     }
 
     /// Shows the first buffer, which has the trained parameters.
-    pub(crate) fn read_trained(&self, look: &mut dyn FnMut(&[f32])) {
+    pub(crate) fn with_trained<R>(&self, look: impl FnOnce(&dyn Buffer) -> R) -> R {
         self.check_settled();
         let buffers = self.buffers.read();
-        let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
-        buffers[TRAINED].read(&mut |bytes| look(bytemuck::cast_slice(bytes)));
+        look(&*buffers.unwrap_or_else(PoisonError::into_inner)[TRAINED])
     }
 
     /// Shows the bytes of every piece as it is kept, in the order of [`ParamMemory::pieces`].

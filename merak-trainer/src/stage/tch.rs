@@ -72,6 +72,40 @@ impl StepDevice for Steps {
         Ok(self.backend.grad_buffer(DType::F32, len)?)
     }
 
+    fn holds(&self, buffer: &dyn Buffer) -> bool {
+        self.backend.holds(buffer)
+    }
+
+    fn take(
+        &self,
+        from: &dyn Buffer,
+        parts: &[Range<usize>],
+    ) -> Result<Box<dyn Buffer>, DeviceError> {
+        Ok(self.backend.copy_parts(from, parts, DType::F32)?)
+    }
+
+    fn put(
+        &self,
+        values: &dyn Buffer,
+        to: &mut dyn Buffer,
+        parts: &[Range<usize>],
+    ) -> Result<(), DeviceError> {
+        Ok(self.backend.put_parts(values, to, parts)?)
+    }
+
+    fn add(
+        &self,
+        values: &dyn Buffer,
+        to: &mut dyn Buffer,
+        parts: &[Range<usize>],
+    ) -> Result<(), DeviceError> {
+        Ok(self.backend.add_parts(values, to, parts)?)
+    }
+
+    fn multiply(&self, values: &mut dyn Buffer, factor: f32) -> Result<(), DeviceError> {
+        Ok(self.backend.multiply(values, factor)?)
+    }
+
     fn sums_of_squares(
         &self,
         grads: &dyn Buffer,

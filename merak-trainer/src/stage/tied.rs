@@ -4,9 +4,9 @@
 //! rank as on many: so neither the cut into stages nor the schedule changes a bit of the sum.
 
 use crate::{error::Result, plan::Plan};
-use merak_mpu::{Buffer, Group, Mpu, ReduceOp};
+use merak_mpu::{Buffer, DType, Group, Mpu, ReduceOp};
 use merak_partition::RankPrograms;
-use merak_trace::{Backend, Call, GradStore, Op, RunContext, TensorType, TiedParam};
+use merak_trace::{Backend, Call, GradSlot, GradStore, Op, RunContext, TensorType, TiedParam};
 
 /// How the uses of this rank's parameters become one gradient each.
 #[derive(Debug)]
@@ -89,28 +89,49 @@ impl TiedGrads {
                 add_up(backend, grads, &weight.slots)?;
                 continue;
             };
-            let mut uses: Vec<_> = weight.slots.iter().map(|&slot| take(grads, slot)).collect();
-            let sum = if owners.iter().copied().eq(0..group.world_size()) {
-                group.all_reduce_vec(uses.swap_remove(0), ReduceOp::Sum)?
-            } else {
-                let mut own = uses.into_iter();
-                let mut all = Vec::with_capacity(owners.len());
-                for &owner in owners {
-                    let len = grads.slots[weight.slots[0]].len;
-                    let mine = if owner == group.rank() {
-                        own.next()
-                    } else {
-                        None
-                    };
-                    all.push(group.broadcast_vec(mine.unwrap_or_else(|| vec![0.0; len]), owner)?);
+            weight.sum_over_ranks((group, owners), backend, grads)?;
+        }
+        Ok(())
+    }
+}
+
+impl TiedWeight {
+    /// Leaves the sum over the uses of all ranks in the place of this rank's first use.
+    fn sum_over_ranks(
+        &self,
+        (group, owners): (&Group, &[usize]),
+        backend: &dyn Backend,
+        grads: &mut GradStore,
+    ) -> Result<()> {
+        let uses = self.slots.iter().map(|&slot| take(backend, grads, slot));
+        let mut uses = uses.collect::<Result<Vec<_>>>()?.into_iter().peekable();
+        let first = self.slots[0];
+        if owners.iter().copied().eq(0..group.world_size()) {
+            let use_here = uses.next().expect("each rank has one use");
+            put(
+                backend,
+                grads,
+                first,
+                &*group.all_reduce(use_here, ReduceOp::Sum)?,
+            )?;
+        } else {
+            for (number, &owner) in owners.iter().enumerate() {
+                let own = uses.next_if(|_| owner == group.rank());
+                let own = match own {
+                    Some(own) => own,
+                    None => backend.grad_buffer(DType::F32, grads.slots[first].len)?,
+                };
+                let of_owner = group.broadcast(own, owner)?;
+                if number == 0 {
+                    put(backend, grads, first, &*of_owner)?;
+                } else {
+                    add(backend, grads, first, of_owner)?;
                 }
-                fold(all)
-            };
-            put(grads, weight.slots[0], &sum);
-            // The uses are in the sum now: a second call must not add them again.
-            for &slot in &weight.slots[1..] {
-                put(grads, slot, &vec![0.0; sum.len()]);
             }
+        }
+        // The uses are in the sum now: a second call must not add them again.
+        for &slot in &self.slots[1..] {
+            grads.buffers[grads.slots[slot].buffer].clear();
         }
         Ok(())
     }
@@ -140,49 +161,56 @@ fn owners_of_uses(plan: &Plan, tied: &TiedParam, ranks: &[usize]) -> Vec<usize> 
 fn add_up(backend: &dyn Backend, grads: &mut GradStore, slots: &[usize]) -> Result<()> {
     for &slot in &slots[1..] {
         // Each further use has a buffer of its own, which is a value during the sum.
-        let slot = grads.slots[slot];
+        let place = grads.slots[slot].buffer;
         let none: Box<dyn Buffer> = Box::new(Vec::<f32>::new());
-        let buffer = std::mem::replace(&mut grads.buffers[slot.buffer], none);
-        let ty = TensorType::new([slot.len], buffer.dtype());
-        let call = Call {
-            name: "tied weight",
-            op: &Op::Identity,
-            results: std::slice::from_ref(&ty),
-            context: &RunContext::default(),
-        };
-        let value = backend.from_buffer(&ty, buffer)?;
-        backend.accumulate(call, vec![value.clone()], grads, &slots[..1])?;
-        let mut buffer = backend.into_buffer(value)?;
+        let buffer = std::mem::replace(&mut grads.buffers[place], none);
+        let mut buffer = add(backend, grads, slots[0], buffer)?;
         buffer.clear();
-        grads.buffers[slot.buffer] = buffer;
+        grads.buffers[place] = buffer;
     }
     Ok(())
 }
 
-/// `((u0 + u1) + u2) + ..`
-fn fold(uses: Vec<Vec<f32>>) -> Vec<f32> {
-    let mut uses = uses.into_iter();
-    let mut sum = uses.next().unwrap_or_default();
-    for next in uses {
-        sum.iter_mut().zip(next).for_each(|(sum, x)| *sum += x);
-    }
-    sum
+/// Adds values to a slot where they lie, and gives them back.
+fn add(
+    backend: &dyn Backend,
+    grads: &mut GradStore,
+    slot: usize,
+    values: Box<dyn Buffer>,
+) -> Result<Box<dyn Buffer>> {
+    let ty = TensorType::new([values.len()], values.dtype());
+    let call = Call {
+        name: "tied weight",
+        op: &Op::Identity,
+        results: std::slice::from_ref(&ty),
+        context: &RunContext::default(),
+    };
+    let value = backend.from_buffer(&ty, values)?;
+    backend.accumulate(call, vec![value.clone()], grads, &[slot])?;
+    Ok(backend.into_buffer(value)?)
 }
 
-fn take(grads: &GradStore, slot: usize) -> Vec<f32> {
-    let slot = grads.slots[slot];
-    let mut out = Vec::new();
-    let buffer: &dyn Buffer = &*grads.buffers[slot.buffer];
-    buffer.read(&mut |bytes| {
-        out = bytemuck::cast_slice::<u8, f32>(bytes)[slot.offset..slot.offset + slot.len].to_vec();
-    });
-    out
+fn take(backend: &dyn Backend, grads: &GradStore, slot: usize) -> Result<Box<dyn Buffer>> {
+    let GradSlot {
+        buffer,
+        offset,
+        len,
+    } = grads.slots[slot];
+    let part = offset..offset + len;
+    Ok(backend.copy_parts(&*grads.buffers[buffer], &[part], DType::F32)?)
 }
 
-fn put(grads: &mut GradStore, slot: usize, values: &[f32]) {
-    let slot = grads.slots[slot];
-    grads.buffers[slot.buffer].write(&mut |bytes| {
-        bytemuck::cast_slice_mut::<u8, f32>(bytes)[slot.offset..slot.offset + slot.len]
-            .copy_from_slice(values);
-    });
+fn put(
+    backend: &dyn Backend,
+    grads: &mut GradStore,
+    slot: usize,
+    values: &dyn Buffer,
+) -> Result<()> {
+    let GradSlot {
+        buffer,
+        offset,
+        len,
+    } = grads.slots[slot];
+    let part = offset..offset + len;
+    Ok(backend.put_parts(values, &mut *grads.buffers[buffer], &[part])?)
 }

@@ -4,6 +4,9 @@ use super::ZeroOptimizer;
 use crate::{Error, NORM_BLOCK, Result, flat};
 use merak_mpu::{Buffer, ReduceOp};
 
+/// The operation, for errors.
+const TENSOR_SUM: &str = "sum over the tensor group";
+
 impl ZeroOptimizer {
     /// Starts the reduction of one bucket while the backward pass works on others.
     ///
@@ -146,22 +149,12 @@ impl ZeroOptimizer {
         let summed = owned.filter(|(block, _)| params[block.param].summed);
         let summed: Vec<_> = summed.map(|(_, place)| place).collect();
         let blocks_at_once = (self.config.reduce_bucket_size / NORM_BLOCK).max(1);
+        let copies = self.exchange.copies();
         for places in summed.chunks(blocks_at_once) {
-            let mut all = Vec::new();
-            flat::read(grads, |g| {
-                let own = places.iter().map(|place| &g[place.clone()]);
-                own.for_each(|own| all.extend_from_slice(own));
-            });
-            let sum = group.all_reduce_vec(all, ReduceOp::Sum);
-            let sum = sum.map_err(Error::communication("sum over the tensor group"))?;
-            flat::write(grads, |g| {
-                let mut sum = &sum[..];
-                for place in places {
-                    let (own, further) = sum.split_at(place.len());
-                    g[place.clone()].copy_from_slice(own);
-                    sum = further;
-                }
-            });
+            let own = copies.take(grads, places, TENSOR_SUM)?;
+            let sum = group.all_reduce(own, ReduceOp::Sum);
+            let sum = sum.map_err(Error::communication(TENSOR_SUM))?;
+            copies.put(sum, grads, places, TENSOR_SUM)?;
         }
         Ok(())
     }

@@ -272,18 +272,18 @@ fn views<'a>(
     ranges.map(view).collect()
 }
 
-fn own(buffer: &dyn Buffer) -> Result<&TchBuffer> {
+pub(super) fn own(buffer: &dyn Buffer) -> Result<&TchBuffer> {
     let any: &dyn Any = buffer;
     any.downcast_ref().ok_or_else(foreign)
 }
 
-fn own_mut(buffer: &mut dyn Buffer) -> Result<&mut TchBuffer> {
+pub(super) fn own_mut(buffer: &mut dyn Buffer) -> Result<&mut TchBuffer> {
     let any: &mut dyn Any = buffer;
     any.downcast_mut().ok_or_else(foreign)
 }
 
 fn foreign() -> Error {
-    Error::backend("optimizer step", "got a buffer of another backend")
+    Error::backend("flat buffer", "is another backend's")
 }
 
 #[cfg(test)]

@@ -243,16 +243,21 @@ pub(super) struct TchBuffer {
 unsafe impl Sync for TchBuffer {}
 
 impl TchBuffer {
-    pub(super) fn zeros(dtype: DType, len: usize, device: Device) -> Result<Self> {
-        let ty = TensorType::new([len], dtype);
-        let flat = Tensor::f_zeros(int(len), (kind_of(&ty)?, device));
-        let flat = flat.map_err(at(&ty.to_string()))?;
-        Ok(Self {
+    /// A buffer over the memory of a flat tensor.
+    pub(super) fn new(flat: Tensor, dtype: DType) -> Self {
+        Self {
             flat,
             dtype,
             copy: None,
             changes: Changes::default(),
-        })
+        }
+    }
+
+    pub(super) fn zeros(dtype: DType, len: usize, device: Device) -> Result<Self> {
+        let ty = TensorType::new([len], dtype);
+        let flat = Tensor::f_zeros(int(len), (kind_of(&ty)?, device));
+        let flat = flat.map_err(at(&ty.to_string()))?;
+        Ok(Self::new(flat, dtype))
     }
 
     /// The elements of a value, without a copy where nothing else shares its memory.
@@ -276,12 +281,7 @@ impl TchBuffer {
                 }
             }
         };
-        Ok(Self {
-            flat: flat.map_err(at(&node))?,
-            dtype: ty.dtype,
-            copy: None,
-            changes: Changes::default(),
-        })
+        Ok(Self::new(flat.map_err(at(&node))?, ty.dtype))
     }
 
     /// The elements as a tensor of a type, over the same memory.
@@ -298,6 +298,19 @@ impl TchBuffer {
             Some(copy) => copy.f_copy_(&self.flat).map_err(at("16-bit weights")),
             None => Ok(()),
         }
+    }
+
+    /// Brings the 16-bit copies of some elements up to date.
+    pub(super) fn renew_part(&mut self, elements: Range<usize>) -> Result<()> {
+        self.changes.add();
+        let Some(copy) = &self.copy else {
+            return Ok(());
+        };
+        let (start, len) = (int(elements.start), int(elements.len()));
+        let renewed = copy
+            .f_narrow(0, start, len)
+            .and_then(|mut copy| copy.f_copy_(&self.flat.f_narrow(0, start, len)?));
+        renewed.map_err(at("16-bit weights"))
     }
 
     fn is_host(&self) -> bool {
@@ -338,12 +351,9 @@ impl Buffer for TchBuffer {
             return self.write(&mut |all| f(&mut all[bytes.clone()]));
         }
         f(&mut bytes_mut(&mut self.flat, self.dtype)[bytes.clone()]);
-        self.changes.add();
-        if let Some(copy) = &mut self.copy {
-            let size = self.dtype.size_bytes();
-            let (start, len) = (int(bytes.start / size), int(bytes.len() / size));
-            let mut copy = copy.narrow(0, start, len);
-            copy.copy_(&self.flat.narrow(0, start, len));
+        let size = self.dtype.size_bytes();
+        if let Err(error) = self.renew_part(bytes.start / size..bytes.end / size) {
+            tracing::error!(%error, "16-bit weights keep their old elements");
         }
     }
 
@@ -379,12 +389,8 @@ impl Buffer for TchBuffer {
     fn zeros_like(&self, len: usize) -> Box<dyn Buffer> {
         let (kind, device) = (self.flat.kind(), self.flat.device());
         let len = i64::try_from(len).expect("memory is shorter than i64::MAX bytes");
-        Box::new(Self {
-            flat: Tensor::zeros([len], (kind, device)),
-            dtype: self.dtype,
-            copy: None,
-            changes: Changes::default(),
-        })
+        let flat = Tensor::zeros([len], (kind, device));
+        Box::new(Self::new(flat, self.dtype))
     }
 
     fn clear(&mut self) {
