@@ -38,8 +38,8 @@ pub struct Candle {
     memory: MemoryMeter,
 }
 
-/// How exact the products of linear layers and their gradients are. All other operations compute
-/// in the type of their values.
+/// How exact the products of linear layers and their gradients are, and in training those of
+/// attention. All other operations compute in the type of their values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Products {
     /// In the type of the values.

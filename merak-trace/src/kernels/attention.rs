@@ -30,7 +30,8 @@ pub use join::join_attention;
 pub use newest::{Newest, attention_newest};
 
 use super::dropout::Mask;
-use super::{DropoutMask, Float, MatMut, MatRef};
+use super::gemm::{Write, gemm_inline};
+use super::{DropoutMask, Float, MatMut, MatRef, Threads};
 use crate::op::Places;
 
 /// Queries per block and keys per tile, a multiple of 64.
@@ -166,6 +167,34 @@ pub struct AttentionSpec<'a, T> {
     pub bias: Option<AttentionMask<'a, T>>,
     /// Dropout of the probabilities.
     pub dropout: Option<AttentionDropout>,
+    /// Whether the factors of products are rounded to bf16 if they are `f32`: queries, keys,
+    /// values, probabilities and gradients. [`attention_newest`] rounds nothing.
+    pub rounds: bool,
+}
+
+/// How the products of a tile are computed, on the thread that has it.
+#[derive(Clone, Copy)]
+struct Products<'a> {
+    alone: &'a Threads,
+    rounds: bool,
+}
+
+impl Products<'_> {
+    /// Computes `c = alpha a b`, or adds it to c.
+    fn write<T: Float>(
+        self,
+        alpha: T,
+        a: MatRef<'_, T>,
+        b: MatRef<'_, T>,
+        write: Write,
+        c: MatMut<'_, T>,
+    ) {
+        if self.rounds {
+            T::product_of_halves(self.alone, alpha, (a, b), write.into(), c);
+        } else {
+            gemm_inline(alpha, a, b, write, c);
+        }
+    }
 }
 
 #[cfg(any(test, feature = "bench"))]
@@ -182,6 +211,7 @@ impl<T: Float> AttentionSpec<'_, T> {
             mask: None,
             bias: None,
             dropout: None,
+            rounds: false,
         }
     }
 

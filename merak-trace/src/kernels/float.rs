@@ -66,9 +66,10 @@ pub trait Float:
     /// The standard normal distribution at this point, `(cumulative, density)`.
     fn normal_cdf_pdf(self) -> (Self, Self);
 
-    /// Computes `c = a b + start`; `f32` operands are rounded to bf16.
+    /// Computes `c = alpha a b + start`; `f32` operands are rounded to bf16.
     fn product_of_halves(
         threads: &Threads,
+        alpha: Self,
         operands: (MatRef<'_, Self>, MatRef<'_, Self>),
         start: Start<'_, Self>,
         c: MatMut<'_, Self>,
@@ -164,11 +165,12 @@ impl Float for f32 {
 
     fn product_of_halves(
         threads: &Threads,
+        alpha: f32,
         operands: (MatRef<'_, Self>, MatRef<'_, Self>),
         start: Start<'_, Self>,
         c: MatMut<'_, Self>,
     ) {
-        gemm::product_of_halves(threads, operands, start, c);
+        gemm::product_of_halves(threads, alpha, operands, start, c);
     }
 }
 
@@ -230,11 +232,12 @@ impl Float for f64 {
 
     fn product_of_halves(
         threads: &Threads,
+        alpha: f64,
         operands: (MatRef<'_, Self>, MatRef<'_, Self>),
         start: Start<'_, Self>,
         c: MatMut<'_, Self>,
     ) {
-        gemm::product(threads, 1.0, operands.0, operands.1, start, c);
+        gemm::product(threads, alpha, operands.0, operands.1, start, c);
     }
 }
 

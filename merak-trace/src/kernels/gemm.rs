@@ -211,7 +211,7 @@ pub fn gemm_of_halves<T: Float, W: Operand<T>>(
     if let Start::Row(row) = start {
         assert_eq!(row.len(), c.cols(), "a start has an element per column");
     }
-    W::product_of_halves(threads, (a, b), start, c);
+    W::product_of_halves(threads, T::ONE, (a, b), start, c);
 }
 
 /// The fastest units for bf16 that this processor has.

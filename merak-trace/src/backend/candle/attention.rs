@@ -1,7 +1,7 @@
 //! Attention nodes as calls of the blockwise kernels.
 
 use super::{
-    Candle, elements,
+    Candle, Products, elements,
     run::{Node, Number, Results},
 };
 use crate::{
@@ -320,6 +320,7 @@ impl Node<'_> {
             mask,
             bias: terms.bias.as_ref().map(|bias| of_pairs(bias, shape)),
             dropout,
+            rounds: context.training && self.backend.products == Products::Rounded,
         }
     }
 }

@@ -6,12 +6,12 @@
 
 use std::ops::Range;
 
-use super::super::gemm::{Write, gemm_inline};
+use super::super::gemm::Write;
 use super::super::simd::{dot, vectorize};
 use super::forward::finite_or_zero;
 use super::{
-    AttentionDropout, AttentionShape, AttentionSpec, Float, KEYS, Mask, MatMut, MatRef, QUERIES,
-    Strided, clip, padded, per_head,
+    AttentionDropout, AttentionShape, AttentionSpec, Float, KEYS, Mask, MatMut, MatRef, Products,
+    QUERIES, Strided, clip, padded, per_head,
 };
 use crate::kernels::Threads;
 
@@ -52,8 +52,13 @@ pub fn attention_grad<T: Float>(
 ) {
     check(spec.shape, lse, &grads);
     let dropout = spec.mask_draw();
+    let products = Products {
+        alone: &threads.alone(),
+        rounds: spec.rounds,
+    };
     let inputs = Inputs {
         spec,
+        products,
         dropout: dropout.as_ref(),
         q,
         k,
@@ -146,6 +151,7 @@ fn by_bias<'a, T>(
 /// Inputs that all heads read.
 struct Inputs<'a, T> {
     spec: &'a AttentionSpec<'a, T>,
+    products: Products<'a>,
     dropout: Option<&'a (Mask<T>, AttentionDropout)>,
     q: Strided<'a, T>,
     k: Strided<'a, T>,
@@ -231,7 +237,8 @@ impl Block {
         dbias: &mut [T],
         scratch: &mut Scratch<'_, T>,
     ) {
-        let (spec, dim) = (inputs.spec, inputs.spec.shape.head_dim);
+        let (spec, products) = (inputs.spec, inputs.products);
+        let dim = spec.shape.head_dim;
         let (rows, col) = (self.queries.len(), self.head * dim);
         let q = inputs.q.block(self.batch, self.queries.clone(), col, dim);
         let dout = inputs
@@ -244,9 +251,9 @@ impl Block {
             let k = inputs.k.block(self.batch, keys.clone(), self.kv_col, dim);
             let v = inputs.v.block(self.batch, keys.clone(), self.kv_col, dim);
             let scores = MatMut::with_row_stride(scratch.scores, rows, keys.len(), KEYS);
-            gemm_inline(scale, q, k.transposed(), Write::Replace, scores);
+            products.write(scale, q, k.transposed(), Write::Replace, scores);
             let grads = MatMut::with_row_stride(scratch.grads, rows, keys.len(), KEYS);
-            gemm_inline(T::ONE, dout, v.transposed(), Write::Replace, grads);
+            products.write(T::ONE, dout, v.transposed(), Write::Replace, grads);
             vectorize(
                 #[inline(always)]
                 || {
@@ -264,9 +271,9 @@ impl Block {
             let (dk, _) = dk.split_rows(keys.len());
             let (_, dv) = dv.reborrow().split_rows(keys.start);
             let (dv, _) = dv.split_rows(keys.len());
-            gemm_inline(T::ONE, p.transposed(), dout, Write::Add, dv);
-            gemm_inline(T::ONE, ds.transposed(), q, Write::Add, dk);
-            gemm_inline(T::ONE, ds, k, write, dq.reborrow());
+            products.write(T::ONE, p.transposed(), dout, Write::Add, dv);
+            products.write(T::ONE, ds.transposed(), q, Write::Add, dk);
+            products.write(T::ONE, ds, k, write, dq.reborrow());
             write = Write::Add;
         }
         if write == Write::Replace {

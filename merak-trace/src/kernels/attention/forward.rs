@@ -6,11 +6,11 @@
 
 use std::ops::Range;
 
-use super::super::gemm::{Write, gemm_inline};
+use super::super::gemm::Write;
 use super::super::simd::{max, sum, vectorize};
 use super::{
-    AttentionDropout, AttentionSpec, Float, KEYS, Mask, MatMut, QUERIES, Strided, clip, padded,
-    per_head,
+    AttentionDropout, AttentionSpec, Float, KEYS, Mask, MatMut, MatRef, Products, QUERIES, Strided,
+    clip, padded, per_head,
 };
 use crate::kernels::Threads;
 
@@ -66,9 +66,13 @@ pub fn attention<T: Float>(
                 lse,
             })
     });
+    let products = Products {
+        alone: &threads.alone(),
+        rounds: spec.rounds,
+    };
     threads.for_each(items, |block| {
         Scratch::with(threads, |scratch| {
-            block.compute(spec, dropout.as_ref(), [q, k, v], scratch);
+            block.compute((spec, products), dropout.as_ref(), [q, k, v], scratch);
         });
     });
 }
@@ -103,7 +107,7 @@ impl<T: Float> Scratch<'_, T> {
 impl<T: Float> Block<'_, T> {
     fn compute(
         mut self,
-        spec: &AttentionSpec<'_, T>,
+        (spec, products): (&AttentionSpec<'_, T>, Products<'_>),
         dropout: Option<&(Mask<T>, AttentionDropout)>,
         [q, k, v]: [Strided<'_, T>; 3],
         scratch: &mut Scratch<'_, T>,
@@ -118,15 +122,15 @@ impl<T: Float> Block<'_, T> {
             let tile_keys = k.block(batch, keys.clone(), kv_col, dim).transposed();
             let scores = MatMut::with_row_stride(scratch.scores, queries.len(), keys.len(), KEYS);
             let scale = T::from_f64(spec.scale);
-            gemm_inline(scale, q, tile_keys, Write::Replace, scores);
+            products.write(scale, q, tile_keys, Write::Replace, scores);
             vectorize(
                 #[inline(always)]
                 || self.softmax_step(spec, dropout, &keys, scratch),
             );
             let probabilities =
-                super::MatRef::with_row_stride(scratch.scores, queries.len(), keys.len(), KEYS);
+                MatRef::with_row_stride(scratch.scores, queries.len(), keys.len(), KEYS);
             let values = v.block(batch, keys, kv_col, dim);
-            gemm_inline(T::ONE, probabilities, values, write, self.out.reborrow());
+            products.write(T::ONE, probabilities, values, write, self.out.reborrow());
             write = Write::Add;
         }
         if write == Write::Replace {

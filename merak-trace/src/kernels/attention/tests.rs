@@ -1,5 +1,5 @@
 use super::super::testing::{assert_close, assert_gradient, noise, on_any_threads, to_f64};
-use super::super::{MaskKey, Threads};
+use super::super::{MaskKey, Threads, Units};
 use super::*;
 use crate::Runs;
 
@@ -618,4 +618,66 @@ fn a_nan_reaches_the_queries_that_see_it() {
     let (out, _) = run(&Threads::one(), &spec, views(spec.shape, &x));
     assert!(out[..6].iter().all(|x| x.is_finite()));
     assert!(out[6..].iter().all(|x| x.is_nan()));
+}
+
+/// The elements as bf16 holds them.
+fn as_halves<T: Float>(x: &[T]) -> Vec<T> {
+    let rounded = |x: &T| half::bf16::from_f64(x.to_f64()).to_f64();
+    x.iter().map(|x| T::from_f64(rounded(x))).collect()
+}
+
+/// The largest difference, as a part of the largest element.
+fn apart(found: &[f32], expected: &[f64]) -> f64 {
+    let largest = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+    let pairs = found.iter().zip(expected);
+    let differences = pairs.map(|(&found, x)| (f64::from(found) - x).abs());
+    differences.fold(0.0, f64::max) / largest
+}
+
+#[test]
+fn rounded_factors_change_digits_beyond_those_of_bf16_on_all_units_and_none_of_f64() {
+    for (shape, causal) in [
+        (shape(1, (70, 70), (4, 2), 64), true),
+        (shape(2, (130, 300), (2, 1), 32), false),
+        (shape(1, (3, 300), (2, 1), 5), false),
+    ] {
+        let spec = AttentionSpec {
+            causal,
+            rounds: true,
+            ..AttentionSpec::<f32>::full(shape)
+        };
+        let exact = AttentionSpec {
+            causal,
+            rounds: true,
+            ..AttentionSpec::<f64>::full(shape)
+        };
+        let x = tensors::<f32>(shape).map(|x| as_halves(&x));
+        let dout = as_halves(&noise::<f32>(9, x[0].len()));
+        let wide = x.each_ref().map(|x| to_f64(x));
+        let (expected, _) = run(&Threads::one(), &exact, views(shape, &wide));
+        let plain = AttentionSpec {
+            rounds: false,
+            ..exact
+        };
+        assert!(run(&Threads::one(), &plain, views(shape, &wide)).0 == expected);
+        let expected_grads = run_grad(&Threads::one(), &exact, &wide, &to_f64(&dout));
+        for units in [Units::None, Units::Vector, Units::Matrix] {
+            let found = on_any_threads(|threads| {
+                let threads = threads.clone().with_units(units);
+                let (out, _) = run(&threads, &spec, views(shape, &x));
+                let [dq, dk, dv] = run_grad(&threads, &spec, &x, &dout);
+                [out, dq, dk, dv].concat()
+            });
+            let (out, mut rest) = found.split_at(expected.len());
+            // An eighth bit is lost where numbers are rounded; the smallest are lost in sums.
+            let error = apart(out, &expected);
+            assert!((1e-5..0.004).contains(&error), "{error} on {units:?}");
+            for expected in &expected_grads {
+                let (grad, others) = rest.split_at(expected.len());
+                rest = others;
+                let error = apart(grad, expected);
+                assert!((1e-5..0.016).contains(&error), "{error} on {units:?}");
+            }
+        }
+    }
 }

@@ -50,10 +50,11 @@ enum Order {
     Columns,
 }
 
-/// Computes `c = a b + start`.
+/// Computes `c = alpha a b + start`.
 pub(super) fn product<A: Halves, W: Halves>(
     simd: Pairs,
     threads: &Threads,
+    alpha: f32,
     (a, b): (MatRef<'_, A>, MatRef<'_, W>),
     start: Start<'_, f32>,
     mut c: MatMut<'_, f32>,
@@ -88,6 +89,7 @@ pub(super) fn product<A: Halves, W: Halves>(
                     simd.vectorize(Block {
                         simd,
                         order,
+                        alpha,
                         strips,
                         b: b.sub_cols(col, cols),
                         panels,
@@ -156,6 +158,7 @@ impl<A: Halves> NullaryFnOnce for PackLeft<'_, A> {
 struct Block<'a, W> {
     simd: Pairs,
     order: Order,
+    alpha: f32,
     strips: &'a [u32],
     b: MatRef<'a, W>,
     panels: &'a mut [u32],
@@ -171,6 +174,7 @@ impl<W: Halves> NullaryFnOnce for Block<'_, W> {
         let Self {
             simd,
             order,
+            alpha,
             strips,
             b,
             panels,
@@ -187,6 +191,7 @@ impl<W: Halves> NullaryFnOnce for Block<'_, W> {
                 let mut tile = Tile {
                     simd,
                     order,
+                    alpha,
                     strip,
                     panel,
                     start: start.columns(cols.start, cols.len()),
@@ -211,6 +216,7 @@ impl<W: Halves> NullaryFnOnce for Block<'_, W> {
 struct Tile<'a> {
     simd: Pairs,
     order: Order,
+    alpha: f32,
     strip: &'a [u32],
     panel: &'a [u32],
     start: Start<'a, f32>,
@@ -241,7 +247,7 @@ impl Tile<'_> {
             };
             for (i, sums) in sums.iter().enumerate() {
                 let out = &mut self.out.row_mut(self.first + row + i)[self.cols.clone()];
-                finish::<V4, f32>(self.simd.wide, 1.0, sums, self.start, out);
+                finish::<V4, f32>(self.simd.wide, self.alpha, sums, self.start, out);
             }
             row += R;
         }

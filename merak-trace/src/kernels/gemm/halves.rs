@@ -133,19 +133,20 @@ pub fn narrow(threads: &Threads, wide: &[f32], narrow: &mut [bf16]) {
     });
 }
 
-/// Computes `c = a b + start` of rounded operands.
+/// Computes `c = alpha a b + start` of rounded operands.
 pub(in super::super) fn product_of_halves<W: Halves>(
     threads: &Threads,
+    alpha: f32,
     (a, b): (MatRef<'_, f32>, MatRef<'_, W>),
     start: Start<'_, f32>,
     c: MatMut<'_, f32>,
 ) {
     #[cfg(target_arch = "x86_64")]
-    let c = match on_units(threads, (a, b), start, c) {
+    let c = match on_units(threads, alpha, (a, b), start, c) {
         Ok(()) => return,
         Err(c) => c,
     };
-    product_of_copies(threads, (a, b), start, c);
+    product_of_copies(threads, alpha, (a, b), start, c);
 }
 
 /// The same on units of this processor that multiply bf16.
@@ -155,6 +156,7 @@ pub(in super::super) fn product_of_halves<W: Halves>(
 #[cfg(target_arch = "x86_64")]
 fn on_units<'c, W: Halves>(
     threads: &Threads,
+    alpha: f32,
     (a, b): (MatRef<'_, f32>, MatRef<'_, W>),
     start: Start<'_, f32>,
     c: MatMut<'c, f32>,
@@ -164,8 +166,8 @@ fn on_units<'c, W: Halves>(
     let Some(simd) = simd else {
         return Err(c);
     };
-    if let Err(c) = amx::product::<W, _, 1>(simd, threads, 1.0, (a, b), start, c) {
-        dots::product(simd, threads, (a, b), start, c);
+    if let Err(c) = amx::product::<W, _, 1>(simd, threads, alpha, (a, b), start, c) {
+        dots::product(simd, threads, alpha, (a, b), start, c);
     }
     Ok(())
 }
@@ -173,6 +175,7 @@ fn on_units<'c, W: Halves>(
 /// The same with rounded copies, some rows and columns at a time.
 fn product_of_copies<W: Halves>(
     threads: &Threads,
+    alpha: f32,
     (a, b): (MatRef<'_, f32>, MatRef<'_, W>),
     start: Start<'_, f32>,
     c: MatMut<'_, f32>,
@@ -184,7 +187,7 @@ fn product_of_copies<W: Halves>(
         W::with_rounded(threads, b.sub_cols(first, cols), |b| {
             for (block, out) in c.row_blocks(most).enumerate() {
                 f32::with_rounded(threads, a.sub_rows(block * most, out.rows()), |a| {
-                    product(threads, 1.0, a, b, start, out);
+                    product(threads, alpha, a, b, start, out);
                 });
             }
         });

@@ -41,9 +41,10 @@ pub trait Operand<T: Float>: Pod + Send + Sync {
     #[cfg(target_arch = "x86_64")]
     fn widen<S: Isa>(simd: S, group: Self::Group<S>) -> T::Register<S>;
 
-    /// Computes `c = a b + start` of operands that are rounded to bf16, if `T` is `f32`.
+    /// Computes `c = alpha a b + start` of operands that are rounded to bf16, if `T` is `f32`.
     fn product_of_halves(
         threads: &Threads,
+        alpha: T,
         operands: (MatRef<'_, T>, MatRef<'_, Self>),
         start: Start<'_, T>,
         c: MatMut<'_, T>,
@@ -79,11 +80,12 @@ impl<T: Float> Operand<T> for T {
 
     fn product_of_halves(
         threads: &Threads,
+        alpha: T,
         operands: (MatRef<'_, T>, MatRef<'_, T>),
         start: Start<'_, T>,
         c: MatMut<'_, T>,
     ) {
-        T::product_of_halves(threads, operands, start, c);
+        T::product_of_halves(threads, alpha, operands, start, c);
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -159,11 +161,12 @@ impl Operand<f32> for bf16 {
 
     fn product_of_halves(
         threads: &Threads,
+        alpha: f32,
         operands: (MatRef<'_, f32>, MatRef<'_, bf16>),
         start: Start<'_, f32>,
         c: MatMut<'_, f32>,
     ) {
-        product_of_halves(threads, operands, start, c);
+        product_of_halves(threads, alpha, operands, start, c);
     }
 
     #[cfg(target_arch = "x86_64")]

@@ -49,7 +49,7 @@ impl Vectors {
     ) {
         super::check_shapes(&a, &b, &c);
         #[cfg(target_arch = "x86_64")]
-        dots::product(self.simd, threads, (a, b), start, c);
+        dots::product(self.simd, threads, 1.0, (a, b), start, c);
         #[cfg(not(target_arch = "x86_64"))]
         let _ = (threads, start);
     }

@@ -94,6 +94,7 @@ impl<'a> Plain<'a> {
             mask: None,
             bias: None,
             dropout: None,
+            rounds: true,
         };
         Self { node, shape, spec }
     }
