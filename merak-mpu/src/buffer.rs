@@ -67,6 +67,11 @@ pub trait Buffer: Any + Send + Sync + fmt::Debug {
         self.write(&mut |all| f(&mut all[bytes.clone()]));
     }
 
+    /// Whether the elements lie in the memory of a device, so that the host sees copies of them.
+    fn lies_on_device(&self) -> bool {
+        false
+    }
+
     /// The address of the elements until the buffer is dropped or turned into another type,
     /// wherever the box is moved. An engine gives this address to a library that works on while the
     /// engine does other things; meanwhile it calls no other method of the buffer.

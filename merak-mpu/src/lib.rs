@@ -117,6 +117,8 @@ mod rank;
 mod run;
 mod sides;
 mod slow;
+#[cfg(unix)]
+mod staged;
 #[cfg(feature = "tch")]
 pub mod tch;
 #[cfg(unix)]

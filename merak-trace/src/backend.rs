@@ -249,11 +249,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// When a device has no room for it, or the tensor library no such element type.
     fn grad_buffer(&self, dtype: DType, len: usize) -> Result<Box<dyn Buffer>>;
 
-    /// Copies parts of a flat buffer of floats, end to end, into a buffer of its own where the
-    /// values lie. Elements are rounded to the nearest of the type.
+    /// Copies parts of a flat `f32` buffer, end to end, into a buffer of its own where the values
+    /// lie. Elements are rounded to the nearest of the type, which has 16 bits or is `f32`.
     ///
     /// # Errors
-    /// When an element type is none of floats, or a device fails.
+    /// When an element type is another one, the buffer is shorter, or a device fails.
     fn copy_parts(
         &self,
         from: &dyn Buffer,
@@ -261,10 +261,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
         dtype: DType,
     ) -> Result<Box<dyn Buffer>>;
 
-    /// Replaces parts of a flat buffer of this backend by `f32` values that lie end to end.
+    /// Replaces parts of a flat `f32` buffer of this backend by values that lie end to end.
     ///
     /// # Errors
-    /// When the lengths differ, an element type is another one, or a device fails.
+    /// When the lengths differ, an element type is another one, the buffer is shorter, or a device
+    /// fails.
     fn put_parts(
         &self,
         values: &dyn Buffer,

@@ -396,11 +396,11 @@ fn state_room(args: &CheckedArguments) -> Result<StateRoom> {
 /// The backend of a rank's nodes, and the device that steps its parameters in place.
 pub(crate) struct Executor {
     pub(crate) backend: SharedBackend,
-    /// Where flat buffers lie, if not in host memory.
+    /// What copies and steps flat buffers where they lie, unless these are plain host memory.
     pub(crate) optimizer_device: Option<OptimizerDevice>,
 }
 
-/// The device of flat buffers, and whether the optimizer steps there too.
+/// The device of flat buffers, and whether the optimizer's state lies there too.
 pub(crate) struct OptimizerDevice {
     device: Arc<dyn StepDevice>,
     has_state: bool,

@@ -37,7 +37,7 @@ pub trait StepDevice: fmt::Debug + Send + Sync {
         parts: &[Range<usize>],
     ) -> Result<Box<dyn Buffer>, DeviceError>;
 
-    /// Replaces parts of a buffer by values that lie end to end.
+    /// Replaces parts of a buffer by values that lie end to end, on the device or in host memory.
     ///
     /// # Errors
     /// When the device fails.
@@ -48,7 +48,7 @@ pub trait StepDevice: fmt::Debug + Send + Sync {
         parts: &[Range<usize>],
     ) -> Result<(), DeviceError>;
 
-    /// Adds values that lie end to end to parts of a buffer.
+    /// Adds values that lie end to end, on the device or in host memory, to parts of a buffer.
     ///
     /// # Errors
     /// When the device fails.
@@ -59,7 +59,7 @@ pub trait StepDevice: fmt::Debug + Send + Sync {
         parts: &[Range<usize>],
     ) -> Result<(), DeviceError>;
 
-    /// Multiplies all elements of a buffer.
+    /// Multiplies all elements of a buffer on the device.
     ///
     /// # Errors
     /// When the device fails.

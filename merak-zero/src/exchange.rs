@@ -290,7 +290,11 @@ impl Exchange {
     ) -> Result<()> {
         let (factor, adds) = (self.scale_after, self.grads == Extent::Owned);
         if let Some(device) = self.copies.device_of(grads) {
-            multiply(device, &mut *sum, factor)?;
+            if device.holds(&*sum) {
+                multiply(device, &mut *sum, factor)?;
+            } else {
+                flat::write(&mut *sum, |sum| scale(sum, factor));
+            }
             let placed = if adds {
                 device.add(&*sum, grads, &[owned])
             } else {

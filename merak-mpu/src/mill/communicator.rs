@@ -8,6 +8,7 @@ use super::{
 use crate::{
     Buffer, Communicator, Error, Message, Pending, Rank, Result, Started, Wait,
     call::{Call, Fingerprint},
+    staged,
 };
 use std::{
     fmt,
@@ -143,6 +144,7 @@ impl Communicator for Handle {
             let group = self.group.describe();
             format!("{} {sequence} of group {group}", call.name())
         })?;
+        let (buffer, device) = staged::to_host(buffer);
         self.check_buffer(&*buffer)?;
         let fingerprint = Fingerprint::new(call, &*buffer, lengths);
         let slot = Arc::new(Slot::new(self.group.me, self.group.members().len()));
@@ -160,7 +162,7 @@ impl Communicator for Handle {
             slot: Arc::clone(&slot),
         };
         let (session, watching) = (Arc::clone(session), Arc::clone(session));
-        Ok(Pending::polled(
+        let pending = Pending::polled(
             move || slot.is_done() || watching.state.verdict().is_some(),
             move || {
                 let waited = session.wait(&awaited);
@@ -171,11 +173,16 @@ impl Communicator for Handle {
                     unreachable!("a pending value is waited for once, and the result is there")
                 })
             },
-        ))
+        );
+        Ok(match device {
+            Some(operand) => pending.map(|result| Ok(staged::to_device(&*result, operand))),
+            None => pending,
+        })
     }
 
     fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
         self.check_message("send", to, tag)?;
+        let message = staged::message_to_host(message);
         for packet in &message {
             self.check_buffer(&*packet.data)?;
         }

@@ -389,6 +389,10 @@ impl Buffer for DeviceMemory {
         }
     }
 
+    fn lies_on_device(&self) -> bool {
+        true
+    }
+
     fn memory(&mut self) -> Memory {
         Memory::Device {
             ordinal: self.device.ordinal(),

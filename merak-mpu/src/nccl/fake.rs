@@ -462,6 +462,10 @@ impl Buffer for FakeMemory {
         self.elements.write(f);
     }
 
+    fn lies_on_device(&self) -> bool {
+        true
+    }
+
     fn memory(&mut self) -> Memory {
         match self.elements.memory() {
             Memory::Host(start) => Memory::Device {

@@ -197,10 +197,17 @@ fn starts(lengths: &[usize]) -> (Vec<usize>, usize) {
 impl Steps {
     /// The plan of member `me` of `n`, whose buffer fits the call.
     ///
-    /// Equal parts are NCCL's own collectives. It has none for parts of different lengths, nor for
-    /// a gather or an exchange: these are group calls, without the parts that are empty.
+    /// Equal parts, listed or not, are NCCL's own collectives. It has none for parts of different
+    /// lengths, nor for a gather or an exchange: these are group calls, without the parts that are
+    /// empty.
     pub(super) fn new(fingerprint: &Fingerprint, me: usize, n: usize) -> Self {
-        match (fingerprint.call, &fingerprint.parts) {
+        let equal = equal_parts(fingerprint);
+        let parts = equal.as_ref().unwrap_or(&fingerprint.parts);
+        Self::of(fingerprint.call, parts, me, n).without_empty()
+    }
+
+    fn of(call: Call, parts: &Parts, me: usize, n: usize) -> Self {
+        match (call, parts) {
             (Call::AllReduce(op), Parts::Equal(len)) => Self::in_place(Step::AllReduce {
                 at: input(0),
                 len: *len,
@@ -260,7 +267,6 @@ impl Steps {
                 Parts::Listed(_),
             ) => Self::default(),
         }
-        .without_empty()
     }
 
     fn in_place(step: Step) -> Self {
@@ -373,6 +379,23 @@ impl Steps {
     }
 }
 
+/// The parts of a call that lists equal ones, as those of a call without a list.
+fn equal_parts(fingerprint: &Fingerprint) -> Option<Parts> {
+    let Parts::Listed(lengths) = &fingerprint.parts else {
+        return None;
+    };
+    let first = *lengths.first()?;
+    let len = match fingerprint.call {
+        Call::AllGather => first,
+        Call::ReduceScatter(_) | Call::ReduceScatterInPlace(_) | Call::AllGatherInPlace => {
+            first * lengths.len()
+        }
+        _ => return None,
+    };
+    let are_equal = lengths.iter().all(|&length| length == first);
+    are_equal.then_some(Parts::Equal(len))
+}
+
 /// One reduction for each member, of the part that begins at `start`, to `place(start)` on that
 /// member; NCCL leaves the place of the others alone.
 fn reduce_parts(lengths: &[usize], op: ReduceOp, place: impl Fn(usize) -> Spot) -> Vec<Step> {
@@ -479,6 +502,25 @@ mod tests {
         assert_eq!(
             told(Call::AllReduce(ReduceOp::Sum), Parts::Equal(0)),
             [" -> in place"; 3]
+        );
+    }
+
+    #[test]
+    fn equal_parts_that_are_listed_are_one_call_of_nccl_too() {
+        let sum = ReduceOp::Sum;
+        let parts = || Parts::Listed([2; 3].into());
+        for (call, len) in [
+            (Call::ReduceScatter(sum), 6),
+            (Call::ReduceScatterInPlace(sum), 6),
+            (Call::AllGather, 2),
+            (Call::AllGatherInPlace, 6),
+        ] {
+            assert_eq!(told(call, parts()), told(call, Parts::Equal(len)));
+        }
+        let exchange = Parts::Listed([2; 9].into());
+        assert_eq!(
+            told(Call::AllToAll, exchange),
+            told(Call::AllToAll, Parts::Equal(6))
         );
     }
 

@@ -5,6 +5,9 @@ mod allocations;
 /// candle's tensors in collectives and messages.
 #[cfg(feature = "candle")]
 mod candle;
+/// Memory of devices over an engine that moves host memory.
+#[cfg(unix)]
+mod devices;
 /// Failures of ranks and what the others hear.
 mod faults;
 /// Processes of two hosts, and a cable that is cut.

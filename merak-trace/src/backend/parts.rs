@@ -14,36 +14,27 @@ pub(super) fn copy(
     parts: &[Range<usize>],
     dtype: DType,
 ) -> Result<Box<dyn Buffer>> {
-    check(from.dtype(), dtype)?;
+    check_copy(from, parts, dtype)?;
     let mut copy: Option<Box<dyn Buffer>> = None;
     from.read(&mut |bytes| {
         let wide = bytemuck::cast_slice(bytes);
+        let parts = parts.iter().map(|part| &wide[part.clone()]);
         copy = Some(match dtype {
-            DType::BF16 => Box::new(joined(wide, parts, bf16::ZERO, |from, to| {
+            DType::BF16 => Box::new(narrowed(parts, bf16::ZERO, |from, to| {
                 to.convert_from_f32_slice(from);
             })),
-            DType::F16 => Box::new(joined(wide, parts, f16::ZERO, |from, to| {
+            DType::F16 => Box::new(narrowed(parts, f16::ZERO, |from, to| {
                 to.convert_from_f32_slice(from);
             })),
-            _ => Box::new(joined(wide, parts, 0.0_f32, |from, to| {
-                to.copy_from_slice(from);
-            })),
+            _ => Box::new(parts.collect::<Vec<&[f32]>>().concat()),
         });
     });
     Ok(copy.expect("a buffer calls the closure once"))
 }
 
-/// Refuses types between which no parts are copied.
-pub(super) fn check(from: DType, to: DType) -> Result<()> {
-    let fits = from == DType::F32 && matches!(to, DType::F32 | DType::BF16 | DType::F16);
-    let reason = || format!("of {from} do not become {to}");
-    fits.then_some(())
-        .ok_or_else(|| Error::backend(NODE, reason()))
-}
-
 /// Replaces parts of an `f32` buffer by values that lie end to end.
 pub(super) fn put(values: &dyn Buffer, to: &mut dyn Buffer, parts: &[Range<usize>]) -> Result<()> {
-    check_values(values, to, parts)?;
+    check_put(values, to, parts)?;
     let size = DType::F32.size_bytes();
     values.read(&mut |values| {
         let mut rest = values;
@@ -58,14 +49,24 @@ pub(super) fn put(values: &dyn Buffer, to: &mut dyn Buffer, parts: &[Range<usize
     Ok(())
 }
 
+/// Refuses parts that a buffer does not have, and types between which none are copied.
+pub(super) fn check_copy(from: &dyn Buffer, parts: &[Range<usize>], to: DType) -> Result<()> {
+    check_types(from.dtype(), to)?;
+    check_ends(from, parts)
+}
+
 /// Refuses values that are not those of these parts of a buffer.
-pub(super) fn check_values(
+pub(super) fn check_put(
     values: &dyn Buffer,
     to: &dyn Buffer,
     parts: &[Range<usize>],
 ) -> Result<()> {
-    check(values.dtype(), DType::F32)?;
-    check(to.dtype(), DType::F32)?;
+    for found in [values.dtype(), to.dtype()] {
+        if found != DType::F32 {
+            return Err(Error::backend(NODE, format!("are f32, found {found}")));
+        }
+    }
+    check_ends(to, parts)?;
     let expected: usize = parts.iter().map(Range::len).sum();
     let reason = || format!("of {expected} elements got {}", values.len());
     (values.len() == expected)
@@ -73,17 +74,37 @@ pub(super) fn check_values(
         .ok_or_else(|| Error::backend(NODE, reason()))
 }
 
-fn joined<T: Copy>(
-    wide: &[f32],
-    parts: &[Range<usize>],
+fn check_types(from: DType, to: DType) -> Result<()> {
+    let fits = from == DType::F32 && matches!(to, DType::F32 | DType::BF16 | DType::F16);
+    let reason = || format!("of {from} do not become {to}");
+    fits.then_some(())
+        .ok_or_else(|| Error::backend(NODE, reason()))
+}
+
+fn check_ends(buffer: &dyn Buffer, parts: &[Range<usize>]) -> Result<()> {
+    let len = buffer.len();
+    match parts
+        .iter()
+        .find(|part| part.start > part.end || part.end > len)
+    {
+        None => Ok(()),
+        Some(Range { start, end }) => {
+            let reason = format!("of {len} elements have no {start}..{end}");
+            Err(Error::backend(NODE, reason))
+        }
+    }
+}
+
+fn narrowed<'a, T: Copy>(
+    parts: impl Iterator<Item = &'a [f32]> + Clone,
     zero: T,
-    convert: impl Fn(&[f32], &mut [T]),
+    narrow: impl Fn(&[f32], &mut [T]),
 ) -> Vec<T> {
-    let mut all = vec![zero; parts.iter().map(Range::len).sum()];
+    let mut all = vec![zero; parts.clone().map(<[f32]>::len).sum()];
     let mut rest = all.as_mut_slice();
     for part in parts {
         let (own, behind) = rest.split_at_mut(part.len());
-        convert(&wide[part.clone()], own);
+        narrow(part, own);
         rest = behind;
     }
     all

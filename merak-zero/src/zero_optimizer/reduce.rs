@@ -3,6 +3,7 @@
 use super::ZeroOptimizer;
 use crate::{Error, NORM_BLOCK, Result, flat};
 use merak_mpu::{Buffer, ReduceOp};
+use std::ops::Range;
 
 /// The operation, for errors.
 const TENSOR_SUM: &str = "sum over the tensor group";
@@ -151,11 +152,24 @@ impl ZeroOptimizer {
         let blocks_at_once = (self.config.reduce_bucket_size / NORM_BLOCK).max(1);
         let copies = self.exchange.copies();
         for places in summed.chunks(blocks_at_once) {
-            let own = copies.take(grads, places, TENSOR_SUM)?;
+            let places = joined(places);
+            let own = copies.take(grads, &places, TENSOR_SUM)?;
             let sum = group.all_reduce(own, ReduceOp::Sum);
             let sum = sum.map_err(Error::communication(TENSOR_SUM))?;
-            copies.put(sum, grads, places, TENSOR_SUM)?;
+            copies.put(sum, grads, &places, TENSOR_SUM)?;
         }
         Ok(())
     }
+}
+
+/// Ascending places, adjacent ones as one.
+fn joined(places: &[Range<usize>]) -> Vec<Range<usize>> {
+    let mut joined: Vec<Range<usize>> = Vec::new();
+    for place in places {
+        match joined.last_mut() {
+            Some(last) if last.end == place.start => last.end = place.end,
+            _ => joined.push(place.clone()),
+        }
+    }
+    joined
 }

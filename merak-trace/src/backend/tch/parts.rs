@@ -57,7 +57,7 @@ impl Tch {
     ) -> Result<()> {
         self.enter();
         let to = own_mut(to)?;
-        parts::check_values(values, to, parts)?;
+        parts::check_put(values, to, parts)?;
         let values = self.here(values)?;
         let mut start = 0;
         for part in parts {
@@ -92,7 +92,7 @@ impl Tch {
             let copy = parts::copy(from, parts, dtype)?;
             return Ok(Box::new(TchBuffer::new(self.here(&*copy)?, dtype)));
         }
-        parts::check(from.dtype(), dtype)?;
+        parts::check_copy(from, parts, dtype)?;
         self.enter();
         let flat = &own(from)?.flat;
         let kind = kind_of(&TensorType::new([0], dtype))?;
@@ -209,9 +209,17 @@ mod tests {
             tch.multiply(&mut *found, 0.3).unwrap();
             let scaled: Vec<_> = added.iter().map(|x| x * 0.3).collect();
             assert_eq!(values::<f32>(found), scaled);
-            let mut found = buffer(&tch, &numbers(13));
-            let error = tch.put_parts(&*new, &mut *found, &[0..4]).unwrap_err();
-            assert!(error.to_string().contains("of 4 elements got 5"), "{error}");
+            let refused = |parts: &[Range<usize>], reason: &str| {
+                let (mut found, mut host) = (buffer(&tch, &numbers(13)), numbers(13));
+                for error in [
+                    tch.put_parts(&*new, &mut *found, parts).unwrap_err(),
+                    candle.put_parts(&*new, &mut host, parts).unwrap_err(),
+                ] {
+                    assert!(error.to_string().contains(reason), "{error}");
+                }
+            };
+            refused(&[0..4], "of 4 elements got 5");
+            refused(&[2..5, 12..14], "of 13 elements have no 12..14");
         }
     }
 

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{Error, Param, ParamStore, Result, TensorType, Value, value::Lease};
 pub(super) use merak_mpu::tch::kind_of as kind;
-use merak_mpu::{Buffer, DType, Element, Memory};
+use merak_mpu::{Buffer, DType, Element, Memory, zeros};
 use std::{
     any::Any,
     ops::Range,
@@ -352,9 +352,12 @@ impl Buffer for TchBuffer {
         }
         f(&mut bytes_mut(&mut self.flat, self.dtype)[bytes.clone()]);
         let size = self.dtype.size_bytes();
-        if let Err(error) = self.renew_part(bytes.start / size..bytes.end / size) {
-            tracing::error!(%error, "16-bit weights keep their old elements");
-        }
+        self.renew_part(bytes.start / size..bytes.end / size)
+            .expect("libtorch copies elements between tensors of one length");
+    }
+
+    fn lies_on_device(&self) -> bool {
+        !self.is_host()
     }
 
     fn memory(&mut self) -> Memory {
@@ -387,10 +390,13 @@ impl Buffer for TchBuffer {
     }
 
     fn zeros_like(&self, len: usize) -> Box<dyn Buffer> {
-        let (kind, device) = (self.flat.kind(), self.flat.device());
-        let len = i64::try_from(len).expect("memory is shorter than i64::MAX bytes");
-        let flat = Tensor::zeros([len], (kind, device));
-        Box::new(Self::new(flat, self.dtype))
+        match Tensor::f_zeros(int(len), (self.flat.kind(), self.flat.device())) {
+            Ok(flat) => Box::new(Self::new(flat, self.dtype)),
+            Err(error) => {
+                tracing::error!(%error, "a buffer of a device becomes one of the host");
+                zeros(self.dtype, len)
+            }
+        }
     }
 
     fn clear(&mut self) {
