@@ -5,7 +5,7 @@
 )]
 
 use super::elementwise::{map, map2};
-use super::simd::vectorize;
+
 use super::{Activation, Float, Threads};
 
 /// Computes `y = f(x)`; NaN gives NaN.
@@ -94,7 +94,7 @@ pub fn silu_mul_grad<T: Float>(
         .zip(dy.chunks(CHUNK));
     let outputs = dgate.chunks_mut(CHUNK).zip(dup.chunks_mut(CHUNK));
     threads.for_each(inputs.zip(outputs), |(((gate, up), dy), (dgate, dup))| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let inputs = gate.iter().zip(up).zip(dy);

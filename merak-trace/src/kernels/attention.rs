@@ -180,7 +180,8 @@ struct Products<'a> {
 }
 
 impl Products<'_> {
-    /// Computes `c = alpha a b`, or adds it to c.
+    /// Computes `c = alpha a b`, or adds it to c. Once for all products, since it is long.
+    #[inline(never)]
     fn write<T: Float>(
         self,
         alpha: T,

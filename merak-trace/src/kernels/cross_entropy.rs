@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::simd::{max, sum, vectorize};
+use super::simd::{max, sum};
 use super::{Float, IGNORED_LABEL, KernelError, Threads};
 
 /// Elements per unit of parallel work.
@@ -45,7 +45,7 @@ pub fn cross_entropy<T: Float>(
         .zip(labels.chunks(rows));
     let outputs = lse.chunks_mut(rows).zip(losses.chunks_mut(rows));
     threads.for_each(inputs.zip(outputs), |((logits, labels), (lse, losses))| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let rows = logits.chunks_exact(classes).zip(labels);
@@ -176,7 +176,7 @@ pub fn cross_entropy_grad<T: Float>(
     let items = inputs.zip(dlogits.chunks_mut(rows * width));
     threads.for_each(items, |((chunk, (labels, lse)), dlogits)| {
         let first_row = chunk * rows;
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let grads = dlogits.chunks_exact_mut(width).enumerate();

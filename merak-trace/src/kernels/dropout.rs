@@ -5,7 +5,7 @@
 )]
 
 use super::philox::{self, Key};
-use super::simd::vectorize;
+
 use super::{Float, Threads};
 use crate::Runs;
 
@@ -118,7 +118,7 @@ pub fn dropout<T: Float>(
     let mask = Mask::new(dropout);
     let chunks = x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)).enumerate();
     threads.for_each(chunks, |(chunk, (x, y))| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 y.copy_from_slice(x);

@@ -4,7 +4,6 @@
     reason = "an element's function vectorises only where it is inlined into a dispatched loop"
 )]
 
-use super::simd::vectorize;
 use super::{Float, Threads};
 
 /// Elements per unit of parallel work.
@@ -83,7 +82,7 @@ pub fn add_suffix<T: Float>(threads: &Threads, x: &[T], rhs: &[T], out: &mut [T]
 }
 
 fn add_slices<T: Float>(x: &[T], y: &[T], out: &mut [T]) {
-    vectorize(
+    T::vectorize(
         #[inline(always)]
         || {
             for (out, (&x, &y)) in out.iter_mut().zip(x.iter().zip(y)) {
@@ -115,7 +114,7 @@ fn update<T: Float>(
     assert_eq!(x.len(), out.len(), "the result has the length of the input");
     let chunks = x.chunks(CHUNK).zip(out.chunks_mut(CHUNK));
     threads.for_each(chunks, |(x, out)| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 for (out, &x) in out.iter_mut().zip(x) {
@@ -143,7 +142,7 @@ pub(super) fn map2<T: Float>(
     );
     let chunks = x.chunks(CHUNK).zip(y.chunks(CHUNK));
     threads.for_each(chunks.zip(out.chunks_mut(CHUNK)), |((x, y), out)| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 for (out, (&x, &y)) in out.iter_mut().zip(x.iter().zip(y)) {

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use super::simd::vectorize;
 use super::{Float, KernelError, MatMut, Operand, Threads, widen};
 
 /// Elements per unit of parallel work, and columns per unit of the gradient.
@@ -120,7 +119,7 @@ pub fn embedding_grad<T: Float>(
     let width = width(rows, dtable.len(), ids.len(), dy.len());
     let table = MatMut::new(dtable, rows.local.len(), width);
     threads.for_each(table.col_blocks(COLS).enumerate(), |(block, mut table)| {
-        vectorize(|| {
+        T::vectorize(|| {
             for (position, &id) in ids.iter().enumerate() {
                 let Some(row) = rows.trained_row(id) else {
                     continue;

@@ -9,6 +9,7 @@ use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 
 use super::gemm::{self, Element, Lanes, Start};
+use super::simd;
 use super::trig::ln_of_normal;
 use super::{MatMut, MatRef, Threads};
 
@@ -65,6 +66,9 @@ pub trait Float:
     fn tanh(self) -> Self;
     /// The standard normal distribution at this point, `(cumulative, density)`.
     fn normal_cdf_pdf(self) -> (Self, Self);
+
+    /// Runs `body`, a loop over this type, as compiled for an instruction set of this processor.
+    fn vectorize<R>(body: impl FnOnce() -> R) -> R;
 
     /// Computes `c = alpha a b + start`; `f32` operands are rounded to bf16.
     fn product_of_halves(
@@ -163,6 +167,11 @@ impl Float for f32 {
         (cumulative, bell * INV_SQRT_2_PI)
     }
 
+    #[inline]
+    fn vectorize<R>(body: impl FnOnce() -> R) -> R {
+        simd::vectorize(body)
+    }
+
     fn product_of_halves(
         threads: &Threads,
         alpha: f32,
@@ -228,6 +237,11 @@ impl Float for f64 {
             pdf / (1..200).rev().fold(x, |inner, n| x + f64::from(n) / inner)
         };
         (if self > 0.0 { 1.0 - tail } else { tail }, pdf)
+    }
+
+    #[inline]
+    fn vectorize<R>(body: impl FnOnce() -> R) -> R {
+        simd::vectorize_wide(body)
     }
 
     fn product_of_halves(

@@ -4,7 +4,7 @@
 //! ([paper](https://arxiv.org/abs/1607.06450)).
 
 use super::rows::{add_over_rows, check_lengths, rows_per_chunk, sum_rows};
-use super::simd::{dot, sum, vectorize};
+use super::simd::{dot, sum};
 use super::{Float, Threads};
 
 /// Normalises rows to zero mean and unit variance, then scales and shifts.
@@ -44,7 +44,7 @@ pub fn layer_norm<T: Float>(
         .chunks(rows * cols)
         .zip(outputs.zip(rstd.chunks_mut(rows)));
     threads.for_each(items, |(x, ((y, mean), rstd))| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let statistics = mean.iter_mut().zip(rstd);
@@ -106,7 +106,7 @@ pub fn layer_norm_grad_input<T: Float>(
     let statistics = mean.chunks(rows).zip(rstd.chunks(rows));
     let items = dx.chunks_mut(rows * cols).zip(inputs.zip(statistics));
     threads.for_each(items, |(dx, ((dy, x), (mean, rstd)))| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let row_pairs = dy.chunks_exact(cols).zip(x.chunks_exact(cols));

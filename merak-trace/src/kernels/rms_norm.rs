@@ -4,7 +4,7 @@
 //! ([paper](https://arxiv.org/abs/1910.07467)).
 
 use super::rows::{add_over_rows, check_lengths, rows_per_chunk};
-use super::simd::{dot, sum, vectorize};
+use super::simd::{dot, sum};
 use super::{Float, Threads};
 
 /// Divides rows by the root of their mean square, then scales.
@@ -33,7 +33,7 @@ pub fn rms_norm<T: Float>(
     let rows = rows_per_chunk(cols);
     let items = x.chunks(rows * cols).zip(y.chunks_mut(rows * cols));
     threads.for_each(items.zip(rstd.chunks_mut(rows)), |((x, y), rstd)| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let row_pairs = x.chunks_exact(cols).zip(y.chunks_exact_mut(cols));
@@ -79,7 +79,7 @@ pub fn rms_norm_grad_input<T: Float>(
         .chunks_mut(rows * cols)
         .zip(inputs.zip(rstd.chunks(rows)));
     threads.for_each(items, |(dx, ((dy, x), rstd))| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let rows = dy.chunks_exact(cols).zip(x.chunks_exact(cols)).zip(rstd);

@@ -4,7 +4,6 @@
     reason = "a body is compiled for an instruction set only where it is inlined into its dispatch"
 )]
 
-use super::simd::vectorize;
 use super::trig::sin_cos;
 use super::{Float, Threads};
 
@@ -67,7 +66,7 @@ pub fn rope<T: Float>(
     let chunks = x.chunks(rows * width).zip(y.chunks_mut(rows * width));
     let table = || vec![(T::ZERO, T::ZERO); half];
     threads.for_each_with(chunks.enumerate(), table, |table, (chunk, (x, y))| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let pairs = x.chunks_exact(width).zip(y.chunks_exact_mut(width));

@@ -1,6 +1,5 @@
 //! Helpers of kernels over the rows of a matrix, and the sum over rows.
 
-use super::simd::vectorize;
 use super::{Float, Threads};
 
 /// Elements per unit of parallel work.
@@ -42,7 +41,7 @@ pub(super) fn add_over_rows<T: Float>(
 ) {
     let blocks = out.chunks_mut(COLS).enumerate();
     threads.for_each(blocks, |(block, out)| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let mut partial = [T::ZERO; COLS];

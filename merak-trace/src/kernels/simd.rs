@@ -1,9 +1,9 @@
 //! Plain loops, compiled for the processor that runs them.
 //!
-//! A kernel's inner loop is a closure (or an `inline(always)` function) given to [`vectorize`]: it
-//! is compiled once per instruction set and the best one is picked at run time. Sums run over a
-//! fixed number of lanes, so the order of additions, and with it the result, is the same for every
-//! instruction set; multiply-adds are fused on all of them.
+//! A kernel's inner loop is a closure (or an `inline(always)` function) given to
+//! [`Float::vectorize`]: it is compiled once per instruction set and the best one is picked at run
+//! time. Sums run over a fixed number of lanes, so the order of additions, and with it the result,
+//! is the same for every instruction set; multiply-adds are fused on all of them.
 #![expect(
     clippy::inline_always,
     reason = "a body is compiled for an instruction set only where it is inlined into its dispatch"
@@ -20,6 +20,19 @@ const LANES: usize = 64;
 #[inline]
 pub(super) fn vectorize<R>(body: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(body)
+}
+
+/// The same for loops over `f64`, with no more than AVX2 on x86: they are for checks of gradients,
+/// and each instruction set takes room in a program.
+#[inline]
+pub(super) fn vectorize_wide<R>(body: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    return match pulp::x86::V3::try_new() {
+        Some(simd) => simd.vectorize(body),
+        None => body(),
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    vectorize(body)
 }
 
 /// Folds slices of equal length. Lane `j` folds the elements j, j + 64, j + 128 and so on; pairs of

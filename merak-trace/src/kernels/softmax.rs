@@ -1,6 +1,6 @@
 //! Softmax over rows.
 
-use super::simd::{dot, max, sum, vectorize};
+use super::simd::{dot, max, sum};
 use super::{Float, Threads};
 
 /// Elements per unit of parallel work.
@@ -20,7 +20,7 @@ const CHUNK: usize = 16 * 1024;
 pub fn softmax<T: Float>(threads: &Threads, cols: usize, x: &[T], y: &mut [T]) {
     let chunk = chunk_len(cols, x.len(), y.len());
     threads.for_each(x.chunks(chunk).zip(y.chunks_mut(chunk)), |(x, y)| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 for (x, y) in x.chunks_exact(cols).zip(y.chunks_exact_mut(cols)) {
@@ -52,7 +52,7 @@ pub fn softmax_grad<T: Float>(threads: &Threads, cols: usize, y: &[T], dy: &[T],
     assert_eq!(y.len(), dy.len(), "one gradient per element");
     let inputs = y.chunks(chunk).zip(dy.chunks(chunk));
     threads.for_each(inputs.zip(dx.chunks_mut(chunk)), |((y, dy), dx)| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let rows = y.chunks_exact(cols).zip(dy.chunks_exact(cols));

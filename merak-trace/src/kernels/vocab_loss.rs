@@ -8,7 +8,7 @@
 )]
 
 use super::cross_entropy::{Targets, rows_per_chunk};
-use super::simd::{max, sum, vectorize};
+use super::simd::{max, sum};
 use super::{Float, KernelError, Threads};
 
 /// Finds the largest logit of each row, minus infinity where this rank has no class.
@@ -28,7 +28,7 @@ pub fn vocab_max<T: Float>(threads: &Threads, own: usize, logits: &[T], largest:
     let chunks = logits.chunks((rows * width).max(1));
     let items = chunks.zip(largest.chunks_mut(rows));
     threads.for_each(items, |(logits, largest)| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 for (logits, largest) in logits.chunks_exact(width).zip(largest) {
@@ -71,7 +71,7 @@ pub fn vocab_sums<T: Float>(
     let inputs = inputs.zip(targets.labels.chunks(rows).zip(largest.chunks(rows)));
     let items = inputs.zip(sums.chunks_mut(rows * per_row));
     threads.for_each(items, |((logits, (labels, largest)), sums)| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 let rows = logits.chunks_exact(width).zip(labels.iter().zip(largest));

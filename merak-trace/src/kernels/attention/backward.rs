@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::super::gemm::Write;
-use super::super::simd::{dot, vectorize};
+use super::super::simd::dot;
 use super::forward::finite_or_zero;
 use super::{
     AttentionDropout, AttentionShape, AttentionSpec, Float, KEYS, Mask, MatMut, MatRef, Products,
@@ -254,13 +254,12 @@ impl Block {
             products.write(scale, q, k.transposed(), Write::Replace, scores);
             let grads = MatMut::with_row_stride(scratch.grads, rows, keys.len(), KEYS);
             products.write(T::ONE, dout, v.transposed(), Write::Replace, grads);
-            vectorize(
+            T::vectorize(
                 #[inline(always)]
                 || {
-                    if dbias.is_empty() {
-                        self.softmax_grad(inputs, &keys, &delta, scale, scratch);
-                    } else {
-                        self.softmax_grad(inputs, &keys, &delta, T::ONE, scratch);
+                    let factor = if dbias.is_empty() { scale } else { T::ONE };
+                    self.softmax_grad(inputs, &keys, &delta, factor, scratch);
+                    if !dbias.is_empty() {
                         self.add_and_scale(spec, &keys, dbias, scratch);
                     }
                 },
@@ -285,7 +284,7 @@ impl Block {
     fn delta<T: Float>(&self, inputs: &Inputs<'_, T>) -> [T; QUERIES] {
         let dim = inputs.spec.shape.head_dim;
         let mut delta = [T::ZERO; QUERIES];
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 for (delta, query) in delta.iter_mut().zip(self.queries.clone()) {

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::super::gemm::Write;
-use super::super::simd::{max, sum, vectorize};
+use super::super::simd::{max, sum};
 use super::{
     AttentionDropout, AttentionSpec, Float, KEYS, Mask, MatMut, MatRef, Products, QUERIES, Strided,
     clip, padded, per_head,
@@ -123,7 +123,7 @@ impl<T: Float> Block<'_, T> {
             let scores = MatMut::with_row_stride(scratch.scores, queries.len(), keys.len(), KEYS);
             let scale = T::from_f64(spec.scale);
             products.write(scale, q, tile_keys, Write::Replace, scores);
-            vectorize(
+            T::vectorize(
                 #[inline(always)]
                 || self.softmax_step(spec, dropout, &keys, scratch),
             );
@@ -136,7 +136,7 @@ impl<T: Float> Block<'_, T> {
         if write == Write::Replace {
             self.out.fill(T::ZERO);
         }
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || self.finish(scratch),
         );

@@ -1,6 +1,5 @@
 //! The attention of queries to two sets of keys, from those to each.
 
-use super::super::simd::vectorize;
 use super::{Float, forward::finite_or_zero};
 use crate::kernels::Threads;
 
@@ -43,7 +42,7 @@ pub fn join_attention<T: Float>(
     let lse = &*lse;
     let blocks = out.chunks_mut(ROWS * width.max(1)).enumerate();
     threads.for_each(blocks, |(block, out)| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || {
                 for (i, out) in out.chunks_mut(dim.max(1)).enumerate() {

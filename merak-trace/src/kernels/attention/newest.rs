@@ -4,7 +4,7 @@
     reason = "a body is compiled for an instruction set only where it is inlined into its dispatch"
 )]
 
-use super::super::simd::{dot, max, sum, vectorize};
+use super::super::simd::{dot, max, sum};
 use super::{AttentionShape, AttentionSpec, Float};
 use crate::kernels::Threads;
 
@@ -75,7 +75,7 @@ pub fn attention_newest<T: Float>(
         })
     });
     let compute = |scores: &mut Vec<T>, head: Head<'_, T>| {
-        vectorize(
+        T::vectorize(
             #[inline(always)]
             || head.compute(spec, scores),
         );
