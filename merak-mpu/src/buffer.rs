@@ -67,6 +67,11 @@ pub trait Buffer: Any + Send + Sync + fmt::Debug {
         self.write(&mut |all| f(&mut all[bytes.clone()]));
     }
 
+    /// Replaces the elements by those of these bytes, of which there are as many.
+    fn set_bytes(&mut self, bytes: &[u8]) {
+        self.write(&mut |all| all.copy_from_slice(bytes));
+    }
+
     /// Whether the elements lie in the memory of a device, so that the host sees copies of them.
     fn lies_on_device(&self) -> bool {
         false
@@ -137,6 +142,44 @@ pub struct StepRange {
     pub state: Range<usize>,
     /// Whether weight decay applies to them.
     pub decays: bool,
+}
+
+/// Copies parts of a buffer, end to end, into host memory.
+///
+/// # Panics
+/// When the buffer has no such part.
+pub fn copy_parts(from: &dyn Buffer, parts: &[Range<usize>]) -> Box<dyn Buffer> {
+    let mut copy = zeros(from.dtype(), parts.iter().map(Range::len).sum());
+    let size = from.dtype().size_bytes();
+    from.read(&mut |from| {
+        copy.write(&mut |to| {
+            let mut rest = to;
+            for part in parts {
+                let (own, behind) = rest.split_at_mut(part.len() * size);
+                own.copy_from_slice(&from[part.start * size..part.end * size]);
+                rest = behind;
+            }
+        });
+    });
+    copy
+}
+
+/// Replaces parts of a buffer by values of its element type that lie end to end.
+///
+/// # Panics
+/// When the buffer has no such part, or there are fewer values.
+pub fn put_parts(values: &dyn Buffer, to: &mut dyn Buffer, parts: &[Range<usize>]) {
+    let size = to.dtype().size_bytes();
+    values.read(&mut |values| {
+        let mut rest = values;
+        for part in parts {
+            let (own, behind) = rest.split_at(part.len() * size);
+            to.write_part(part.start * size..part.end * size, &mut |to| {
+                to.copy_from_slice(own);
+            });
+            rest = behind;
+        }
+    });
 }
 
 /// Takes the elements out of a buffer, without a copy when it is a `Vec<T>`.

@@ -131,7 +131,7 @@ mod topology;
 mod wrapped;
 
 pub use axis::{Axis, Coord};
-pub use buffer::{Buffer, Memory, StepRange, into_vec, zeros};
+pub use buffer::{Buffer, Memory, StepRange, copy_parts, into_vec, put_parts, zeros};
 pub use call::Call;
 pub use communicator::{Communicator, Message, Packet, Pending, ReduceOp, Started, Turn};
 pub use degrees::{Degrees, divisors};

@@ -29,7 +29,7 @@ pub(crate) fn to_device(result: &dyn Buffer, operand: Box<dyn Buffer>) -> Box<dy
     if home.len() != result.len() {
         home = home.zeros_like(result.len());
     }
-    result.read(&mut |from| home.write(&mut |to| to.copy_from_slice(from)));
+    result.read(&mut |from| home.set_bytes(from));
     home
 }
 

@@ -32,7 +32,8 @@ pub struct RunContext {
     /// Number of the microbatch's first sample, equal on every topology; sample `i` of the
     /// microbatch has the number `sample_base + i`. Dropout masks depend on it.
     pub sample_base: u64,
-    /// Whether dropout is active.
+    /// Whether dropout is active, and attention rounds its factors where the backend rounds those
+    /// of linear layers.
     pub training: bool,
     /// This rank's place on the mesh.
     pub place: Coord,

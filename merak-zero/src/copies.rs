@@ -1,7 +1,7 @@
 //! Copies of parts of flat buffers, made where the buffers lie.
 
-use crate::{Error, Result, StepDevice, flat};
-use merak_mpu::{Buffer, into_vec};
+use crate::{Error, Result, StepDevice};
+use merak_mpu::{Buffer, copy_parts, put_parts};
 use std::{ops::Range, sync::Arc};
 
 /// Copies what lies in the memory of a device there, and all else in host memory.
@@ -28,33 +28,22 @@ impl Copies {
         if let Some(device) = self.device_of(from) {
             return device.take(from, parts).map_err(Error::device(during));
         }
-        let mut own = Vec::with_capacity(parts.iter().map(Range::len).sum());
-        flat::read(from, |from| {
-            let parts = parts.iter().map(|part| &from[part.clone()]);
-            parts.for_each(|part| own.extend_from_slice(part));
-        });
-        Ok(Box::new(own))
+        Ok(copy_parts(from, parts))
     }
 
     /// Replaces parts of an f32 buffer by values that lie end to end.
     pub(crate) fn put(
         &self,
-        values: Box<dyn Buffer>,
+        values: &dyn Buffer,
         to: &mut dyn Buffer,
         parts: &[Range<usize>],
         during: &'static str,
     ) -> Result<()> {
         if let Some(device) = self.device_of(to) {
-            let put = device.put(&*values, to, parts);
+            let put = device.put(values, to, parts);
             return put.map_err(Error::device(during));
         }
-        let values: Vec<f32> = into_vec(values).map_err(Error::communication(during))?;
-        let mut rest = values.as_slice();
-        for part in parts {
-            let (own, behind) = rest.split_at(part.len());
-            flat::write_part(to, part.clone(), |to| to.copy_from_slice(own));
-            rest = behind;
-        }
+        put_parts(values, to, parts);
         Ok(())
     }
 }

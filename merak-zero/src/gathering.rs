@@ -169,7 +169,7 @@ impl Arrivals {
             return Ok(());
         };
         let all = pending.wait().map_err(Error::communication(GATHERING))?;
-        self.copies.put(all, params, &chunk.pieces, GATHERING)
+        self.copies.put(&*all, params, &chunk.pieces, GATHERING)
     }
 }
 

@@ -351,11 +351,12 @@ impl DeviceMemory {
         Ok(words)
     }
 
-    fn fill_from(&self, words: &[u64]) -> Result<()> {
-        let bytes = self.size_bytes();
+    fn fill_from(&self, bytes: &[u8]) -> Result<()> {
+        assert_eq!(bytes.len(), self.size_bytes(), "all elements come");
         self.device.within(|calls| {
-            // SAFETY: the source has `bytes` bytes, and the target has room for them.
-            let code = unsafe { (calls.to_device)(self.address, words.as_ptr().cast(), bytes) };
+            // SAFETY: the source has these bytes, and the target has as many.
+            let code =
+                unsafe { (calls.to_device)(self.address, bytes.as_ptr().cast(), bytes.len()) };
             self.device.check("cuMemcpyHtoD", code)
         })
     }
@@ -382,9 +383,15 @@ impl Buffer for DeviceMemory {
         let bytes = self.size_bytes();
         let written = self.to_host().and_then(|mut words| {
             f(&mut bytemuck::cast_slice_mut(&mut words)[..bytes]);
-            self.fill_from(&words)
+            self.fill_from(&bytemuck::cast_slice(&words)[..bytes])
         });
         if let Err(error) = written {
+            tracing::error!(%error, "a buffer of a device keeps its old elements");
+        }
+    }
+
+    fn set_bytes(&mut self, bytes: &[u8]) {
+        if let Err(error) = self.fill_from(bytes) {
             tracing::error!(%error, "a buffer of a device keeps its old elements");
         }
     }

@@ -306,11 +306,62 @@ impl Backend for Candle {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Init, Op, ParamRole, RunContext};
+    use crate::{Init, Op, ParamRole, RunContext, op};
     use candle_core::Device;
 
     fn ty<const N: usize>(shape: [usize; N], dtype: DType) -> TensorType {
         TensorType::new(shape, dtype)
+    }
+
+    #[test]
+    fn attention_rounds_its_factors_in_training_alone() {
+        let (tensor, sums) = (ty([1, 64, 64], DType::F32), ty([1, 2, 64], DType::F32));
+        let attention = op::Attention::of_heads(2, 32);
+        // Forward, then backward with another operand as the gradient.
+        let run = |products, training| -> Vec<Vec<f32>> {
+            let backend = Candle::new(1).unwrap().with_products(products);
+            let context = RunContext {
+                training,
+                ..RunContext::default()
+            };
+            let value = |seed: usize| {
+                let numbers = (0..tensor.numel()).map(|i| (i * 37 + seed) % 23);
+                let numbers: Vec<_> = numbers.map(|i| i as f32 / 7.0 - 1.5).collect();
+                backend.from_buffer(&tensor, Box::new(numbers)).unwrap()
+            };
+            let call = |op: &Op, results: &[TensorType], operands| {
+                let call = Call {
+                    name: "attention",
+                    op,
+                    results,
+                    context: &context,
+                };
+                backend.run(call, operands).unwrap()
+            };
+            let operands = || vec![value(1), value(5), value(8)];
+            let forward = Op::Attention(attention.clone());
+            let results = call(&forward, &[tensor.clone(), sums.clone()], operands());
+            let inputs = [vec![value(3)], operands(), results.clone()].concat();
+            let backward = Op::AttentionGrad(attention.clone());
+            let grads = call(
+                &backward,
+                &[tensor.clone(), tensor.clone(), tensor.clone()],
+                inputs,
+            );
+            let all = results[..1].iter().chain(&grads);
+            all.map(|value| elements::<f32>(value).unwrap().to_vec())
+                .collect()
+        };
+        let exact = run(Products::Full, true);
+        assert!(run(Products::Full, false) == exact);
+        assert!(run(Products::Rounded, false) == exact);
+        let rounded = run(Products::Rounded, true);
+        assert!(
+            rounded
+                .iter()
+                .zip(&exact)
+                .all(|(rounded, exact)| rounded != exact)
+        );
     }
 
     #[test]

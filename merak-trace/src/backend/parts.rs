@@ -15,18 +15,21 @@ pub(super) fn copy(
     dtype: DType,
 ) -> Result<Box<dyn Buffer>> {
     check_copy(from, parts, dtype)?;
+    if dtype == DType::F32 {
+        return Ok(merak_mpu::copy_parts(from, parts));
+    }
     let mut copy: Option<Box<dyn Buffer>> = None;
     from.read(&mut |bytes| {
         let wide = bytemuck::cast_slice(bytes);
         let parts = parts.iter().map(|part| &wide[part.clone()]);
-        copy = Some(match dtype {
-            DType::BF16 => Box::new(narrowed(parts, bf16::ZERO, |from, to| {
+        copy = Some(if dtype == DType::BF16 {
+            Box::new(narrowed(parts, bf16::ZERO, |from, to| {
                 to.convert_from_f32_slice(from);
-            })),
-            DType::F16 => Box::new(narrowed(parts, f16::ZERO, |from, to| {
+            }))
+        } else {
+            Box::new(narrowed(parts, f16::ZERO, |from, to| {
                 to.convert_from_f32_slice(from);
-            })),
-            _ => Box::new(parts.collect::<Vec<&[f32]>>().concat()),
+            }))
         });
     });
     Ok(copy.expect("a buffer calls the closure once"))
@@ -35,17 +38,7 @@ pub(super) fn copy(
 /// Replaces parts of an `f32` buffer by values that lie end to end.
 pub(super) fn put(values: &dyn Buffer, to: &mut dyn Buffer, parts: &[Range<usize>]) -> Result<()> {
     check_put(values, to, parts)?;
-    let size = DType::F32.size_bytes();
-    values.read(&mut |values| {
-        let mut rest = values;
-        for part in parts {
-            let (own, behind) = rest.split_at(part.len() * size);
-            to.write_part(part.start * size..part.end * size, &mut |to| {
-                to.copy_from_slice(own);
-            });
-            rest = behind;
-        }
-    });
+    merak_mpu::put_parts(values, to, parts);
     Ok(())
 }
 

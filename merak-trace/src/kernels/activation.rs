@@ -5,7 +5,6 @@
 )]
 
 use super::elementwise::{map, map2};
-
 use super::{Activation, Float, Threads};
 
 /// Computes `y = f(x)`; NaN gives NaN.

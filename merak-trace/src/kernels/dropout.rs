@@ -5,7 +5,6 @@
 )]
 
 use super::philox::{self, Key};
-
 use super::{Float, Threads};
 use crate::Runs;
 

@@ -3,7 +3,10 @@
 mod team;
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     vec,
 };
 
@@ -41,12 +44,21 @@ use team::Team;
 #[derive(Debug, Clone)]
 pub struct Threads {
     team: Option<Arc<Team>>,
-    scratch: Arc<Scratch>,
+    /// Several, so that each thread mostly has one for itself.
+    scratch: Arc<[Scratch]>,
     units: Units,
 }
 
 /// Memory that kernels reuse.
 type Scratch = Mutex<Vec<Vec<u64>>>;
+
+/// Scratch for some threads. With a few times as many as threads, two of them rarely share one.
+fn scratch_for(num_threads: usize) -> Arc<[Scratch]> {
+    const EACH: usize = 4;
+    (0..EACH * num_threads)
+        .map(|_| Scratch::default())
+        .collect()
+}
 
 /// Bytes of a cache line.
 const CACHE_LINE: usize = 64;
@@ -67,7 +79,7 @@ impl Threads {
         })?;
         Ok(Self {
             team: Some(Arc::new(team)),
-            scratch: Arc::default(),
+            scratch: scratch_for(num_threads),
             units: Units::default(),
         })
     }
@@ -76,7 +88,7 @@ impl Threads {
     pub fn one() -> Self {
         Self {
             team: None,
-            scratch: Arc::default(),
+            scratch: scratch_for(1),
             units: Units::default(),
         }
     }
@@ -121,8 +133,14 @@ impl Threads {
         result
     }
 
+    /// That of the calling thread.
     fn scratch(&self) -> MutexGuard<'_, Vec<Vec<u64>>> {
-        self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
+        static NUM_THREADS: AtomicUsize = AtomicUsize::new(0);
+        thread_local! {
+            static THREAD: usize = NUM_THREADS.fetch_add(1, Ordering::Relaxed);
+        }
+        let own = &self.scratch[THREAD.with(|thread| thread % self.scratch.len())];
+        own.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The smallest kept memory that suffices, or new memory.
@@ -244,10 +262,10 @@ mod tests {
     fn no_items_and_nested_calls_are_fine() {
         let threads = Threads::new(2).unwrap();
         threads.for_each(0..0, |_: usize| unreachable!("there is no item"));
-        let total = std::sync::atomic::AtomicUsize::new(0);
+        let total = AtomicUsize::new(0);
         threads.for_each(0..3, |_: usize| {
             threads.for_each(0..10, |i| {
-                total.fetch_add(i, std::sync::atomic::Ordering::Relaxed);
+                total.fetch_add(i, Ordering::Relaxed);
             });
         });
         assert_eq!(total.into_inner(), 3 * 45);

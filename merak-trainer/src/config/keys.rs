@@ -158,9 +158,10 @@ settings! {
         /// Whether weights and activations are f16, with f32 masters and gradients, and the loss is
         /// scaled; on the libtorch backend alone.
         fp16: bool = false,
-        /// `amp`: beside `bf16` or `fp16`, weights stay f32 without masters, and products multiply
-        /// the short type; libtorch computes attention and what lies between products in it too,
-        /// and norms, softmax, sums and losses in f32; unset: weights have the short type.
+        /// `amp`: beside `bf16` or `fp16`, weights stay f32 without masters, and products, in
+        /// training those of attention too, multiply the short type; libtorch computes what lies
+        /// between products in it too, and norms, softmax, sums and losses in f32; unset: weights
+        /// have the short type.
         half_precision_backend: Option<HalfPrecision> = None,
         /// Scale of the loss under `fp16`; 0: one that changes with the overflows of gradients.
         loss_scale: f64 [at_least 0] = 0.0,

@@ -156,7 +156,7 @@ impl ZeroOptimizer {
             let own = copies.take(grads, &places, TENSOR_SUM)?;
             let sum = group.all_reduce(own, ReduceOp::Sum);
             let sum = sum.map_err(Error::communication(TENSOR_SUM))?;
-            copies.put(sum, grads, &places, TENSOR_SUM)?;
+            copies.put(&*sum, grads, &places, TENSOR_SUM)?;
         }
         Ok(())
     }

@@ -356,6 +356,13 @@ impl Buffer for TchBuffer {
             .expect("libtorch copies elements between tensors of one length");
     }
 
+    fn set_bytes(&mut self, bytes: &[u8]) {
+        let kind = self.flat.kind();
+        let host = Tensor::from_data_size(bytes, &[int(self.len())], kind);
+        self.flat.copy_(&host);
+        self.written();
+    }
+
     fn lies_on_device(&self) -> bool {
         !self.is_host()
     }

@@ -3,23 +3,32 @@
 use merak_ckpt::{Checkpoint, DType, Kind};
 use merak_trainer::Workload;
 
-use super::{families, generation};
+use super::{families, generation, sp::Long};
 use crate::support::{Case, assert_close_losses, assert_close_tensors, assert_same_bits, numbers};
 
 /// Half the distance from 1 to the next number of bf16: the relative error of one rounding.
 const ROUNDING: f64 = 1.0 / 256.0;
 
-/// A case whose products are large enough for the processor's units for bf16.
+/// A case whose linear layers are large enough for the processor's units for bf16.
 fn wide() -> Case {
     let case = Case::gpt2().with_model("n_embd", 64);
     case.with("per_device_train_batch_size", 8)
         .with_microbatches(2)
 }
 
+/// A case whose attention is, too.
+fn long() -> Case {
+    let case = Case::gpt2()
+        .with_model("n_embd", 64)
+        .with_model("n_head", 2);
+    let case = case.with_model("n_positions", 64);
+    case.with_data(Long { len: 64 }).with("seq_length", 64)
+}
+
 #[test]
 fn bf16_trains_close_to_f32_in_every_family_on_any_topology() {
-    let wide = ("wide", wide().with_dropout(0.1));
-    for (family, case) in families().into_iter().chain([wide]) {
+    let wide = [("wide", wide().with_dropout(0.1)), ("long", long())];
+    for (family, case) in families().into_iter().chain(wide) {
         let narrow = case.clone().with("bf16", true);
         let (first, wide) = (case.run(0), case.run(10));
         // A gradient passes some thirty products forward and back, which round twice each; where an
@@ -42,7 +51,7 @@ fn bf16_trains_close_to_f32_in_every_family_on_any_topology() {
 
 #[test]
 fn stages_recomputation_threads_and_zero_change_no_bit_in_bf16() {
-    for (name, case) in [("wide", wide()), ("llama", Case::llama())] {
+    for (name, case) in [("wide", wide()), ("long", long()), ("llama", Case::llama())] {
         let case = case.with("bf16", true).with_dropout(0.1);
         let alone = case.run(3);
         assert_same_bits(&case.clone().with_threads(3).run(3), &alone, name);

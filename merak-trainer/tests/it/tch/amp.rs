@@ -27,8 +27,8 @@ fn amp_trains_every_family_close_to_f32_on_any_topology() {
             let what = format!("{family} in {key}");
             let (first, wide) = (on_tch(&case).run(0), on_tch(&case).run(4));
             let case = amp(&case, key);
-            // As in `laws::bf16`, where attention is exact: a rounding may put an activation on the
-            // other side of its corner, which changes a gradient as much however small it is.
+            // As in `laws::bf16`: a rounding may put an activation on the other side of its corner,
+            // which changes a gradient as much however small it is.
             let gradients = case.run(0).gradients;
             let corners = 64.0 * rounding.max(1.0 / 1024.0);
             assert_close_tensors(&gradients, &first.gradients, corners, &what);

@@ -1,7 +1,8 @@
-//! Attention of bf16 by this crate's kernels, in `f32`.
+//! Attention of bf16 by this crate's kernels, whose products multiply bf16 with sums of `f32`, as
+//! libtorch's do.
 //!
 //! Where libtorch's blockwise kernel multiplies by MKL without AVX-512-BF16 or AMX, it computes its
-//! products in `f32` too, one small copy at a time.
+//! products in `f32`, one small copy at a time.
 
 use super::{Node, Outcome, Sizes, elements, elements_mut, shim};
 use crate::{
