@@ -2,8 +2,9 @@
 //!
 //! A kernel's inner loop is a closure (or an `inline(always)` function) given to
 //! [`Float::vectorize`]: it is compiled once per instruction set and the best one is picked at run
-//! time, up to AVX2 for `f64`. Sums run over a fixed number of lanes, so the order of additions, and with it the result,
-//! is the same for every instruction set; multiply-adds are fused on all of them.
+//! time, up to AVX2 for `f64`. Sums run over a fixed number of lanes, so the order of additions,
+//! and with it the result, is the same for every instruction set; multiply-adds are fused on all
+//! of them.
 #![expect(
     clippy::inline_always,
     reason = "a body is compiled for an instruction set only where it is inlined into its dispatch"
