@@ -302,6 +302,8 @@ def on_rank(rank, args, port):
     )
     measure(args, rank)
     dist.destroy_process_group()
+    # Threads of FSDP2 that are still there would abort the process while it ends (PyTorch 2.15).
+    os._exit(0)
 
 
 def free_port():
