@@ -1,6 +1,6 @@
-//! Copies of parts of flat buffers, made where the buffers lie.
+//! Copies of parts of flat buffers, made and scaled where the buffers lie.
 
-use crate::{Error, Result, StepDevice};
+use crate::{Error, Result, StepDevice, flat};
 use merak_mpu::{Buffer, copy_parts, put_parts};
 use std::{ops::Range, sync::Arc};
 
@@ -44,6 +44,31 @@ impl Copies {
             return put.map_err(Error::device(during));
         }
         put_parts(values, to, parts);
+        Ok(())
+    }
+    /// Multiplies all elements of an f32 buffer.
+    pub(crate) fn multiply(
+        &self,
+        values: &mut dyn Buffer,
+        factor: f32,
+        during: &'static str,
+    ) -> Result<()> {
+        #[expect(
+            clippy::float_cmp,
+            reason = "the exact factor of an unscaled reduction"
+        )]
+        if factor == 1.0 {
+            return Ok(());
+        }
+        if let Some(device) = self.device_of(values) {
+            let multiplied = device.multiply(values, factor);
+            return multiplied.map_err(Error::device(during));
+        }
+        flat::write(values, |values| {
+            for x in values {
+                *x *= factor;
+            }
+        });
         Ok(())
     }
 }

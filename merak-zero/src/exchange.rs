@@ -1,7 +1,7 @@
 //! The reduction of a step's gradients, bucket by bucket.
 
 use crate::{
-    Bucket, Error, FlatLayout, Result, StepDevice, ZeroConfig, ZeroStage,
+    Bucket, Error, FlatLayout, Result, ZeroConfig, ZeroStage,
     copies::Copies,
     flat,
     gathering::{Arrivals, Gatherer},
@@ -189,20 +189,14 @@ impl Exchange {
         &mut self,
         bucket: usize,
         layout: &FlatLayout,
-        all: Box<dyn Buffer>,
+        mut all: Box<dyn Buffer>,
         kept: &mut dyn Buffer,
     ) -> Result<()> {
         if self.in_flight.len() >= MOST_APART {
             self.finish_oldest(layout, kept)?;
         }
-        let mut all = all;
-        if let Some(device) = self.copies.device_of(&*all) {
-            multiply(device, &mut *all, self.scale_before)?;
-        } else {
-            let mut host = into_vec(all).map_err(Error::communication(REDUCTION))?;
-            scale(&mut host, self.scale_before);
-            all = Box::new(host);
-        }
+        self.copies
+            .multiply(&mut *all, self.scale_before, REDUCTION)?;
         self.start_sum(bucket, layout, all)
     }
 
@@ -219,20 +213,18 @@ impl Exchange {
         grads: &dyn Buffer,
     ) -> Result<()> {
         let part = layout.buckets()[index].flat.clone();
-        let copy: Box<dyn Buffer> = if let Some(device) = self.copies.device_of(grads) {
-            let copy = device.take(grads, &[part]);
-            let mut copy = copy.map_err(Error::device(REDUCTION))?;
-            multiply(device, &mut *copy, self.scale_before)?;
-            copy
+        let mut copy: Box<dyn Buffer> = if self.copies.device_of(grads).is_some() {
+            self.copies.take(grads, &[part], REDUCTION)?
         } else {
             let mut copy = self.spare.pop().unwrap_or_default();
             copy.clear();
             // Memory that grows by doubling would take more than its bucket.
             copy.reserve_exact(part.len());
             flat::read(grads, |g| copy.extend_from_slice(&g[part]));
-            scale(&mut copy, self.scale_before);
             Box::new(copy)
         };
+        self.copies
+            .multiply(&mut *copy, self.scale_before, REDUCTION)?;
         self.start_sum(index, layout, copy)
     }
 
@@ -290,11 +282,7 @@ impl Exchange {
     ) -> Result<()> {
         let (factor, adds) = (self.scale_after, self.grads == Extent::Owned);
         if let Some(device) = self.copies.device_of(grads) {
-            if device.holds(&*sum) {
-                multiply(device, &mut *sum, factor)?;
-            } else {
-                flat::write(&mut *sum, |sum| scale(sum, factor));
-            }
+            self.copies.multiply(&mut *sum, factor, REDUCTION)?;
             let placed = if adds {
                 device.add(&*sum, grads, &[owned])
             } else {
@@ -316,29 +304,4 @@ impl Exchange {
         }
         Ok(())
     }
-}
-
-/// Multiplies values in the memory of a device.
-fn multiply(device: &dyn StepDevice, values: &mut dyn Buffer, factor: f32) -> Result<()> {
-    if is_one(factor) {
-        return Ok(());
-    }
-    let multiplied = device.multiply(values, factor);
-    multiplied.map_err(Error::device(REDUCTION))
-}
-
-fn scale(values: &mut [f32], factor: f32) {
-    if !is_one(factor) {
-        for x in values {
-            *x *= factor;
-        }
-    }
-}
-
-#[expect(
-    clippy::float_cmp,
-    reason = "the exact factor of an unscaled reduction"
-)]
-fn is_one(factor: f32) -> bool {
-    factor == 1.0
 }

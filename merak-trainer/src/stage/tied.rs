@@ -6,7 +6,8 @@
 use crate::{error::Result, plan::Plan};
 use merak_mpu::{Buffer, DType, Group, Mpu, ReduceOp};
 use merak_partition::RankPrograms;
-use merak_trace::{Backend, Call, GradSlot, GradStore, Op, RunContext, TensorType, TiedParam};
+use merak_trace::{Backend, Call, GradStore, Op, RunContext, TensorType, TiedParam};
+use std::ops::Range;
 
 /// How the uses of this rank's parameters become one gradient each.
 #[derive(Debug)]
@@ -191,12 +192,7 @@ fn add(
 }
 
 fn take(backend: &dyn Backend, grads: &GradStore, slot: usize) -> Result<Box<dyn Buffer>> {
-    let GradSlot {
-        buffer,
-        offset,
-        len,
-    } = grads.slots[slot];
-    let part = offset..offset + len;
+    let (buffer, part) = place(grads, slot);
     Ok(backend.copy_parts(&*grads.buffers[buffer], &[part], DType::F32)?)
 }
 
@@ -206,11 +202,12 @@ fn put(
     slot: usize,
     values: &dyn Buffer,
 ) -> Result<()> {
-    let GradSlot {
-        buffer,
-        offset,
-        len,
-    } = grads.slots[slot];
-    let part = offset..offset + len;
+    let (buffer, part) = place(grads, slot);
     Ok(backend.put_parts(values, &mut *grads.buffers[buffer], &[part])?)
+}
+
+/// The buffer of a slot, and the slot's elements there.
+fn place(grads: &GradStore, slot: usize) -> (usize, Range<usize>) {
+    let slot = grads.slots[slot];
+    (slot.buffer, slot.offset..slot.offset + slot.len)
 }
