@@ -97,7 +97,7 @@ pub fn silu_mul_grad<T: Float>(
             #[inline(always)]
             || {
                 let inputs = gate.iter().zip(up).zip(dy);
-                let outputs = dgate.iter_mut().zip(dup);
+                let outputs = dgate.iter_mut().zip(&mut *dup);
                 for (((&gate, &up), &dy), (dgate, dup)) in inputs.zip(outputs) {
                     let (value, slope) = silu_and_slope(gate);
                     *dgate = dy * up * slope;

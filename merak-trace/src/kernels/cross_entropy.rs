@@ -49,7 +49,7 @@ pub fn cross_entropy<T: Float>(
             #[inline(always)]
             || {
                 let rows = logits.chunks_exact(classes).zip(labels);
-                for ((logits, &label), (lse, loss)) in rows.zip(lse.iter_mut().zip(losses)) {
+                for ((logits, &label), (lse, loss)) in rows.zip(lse.iter_mut().zip(&mut *losses)) {
                     *lse = log_sum_exp(logits);
                     let Ok(label) = usize::try_from(label) else {
                         continue;

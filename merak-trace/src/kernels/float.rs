@@ -68,7 +68,7 @@ pub trait Float:
     fn normal_cdf_pdf(self) -> (Self, Self);
 
     /// Runs `body`, a loop over this type, as compiled for an instruction set of this processor.
-    fn vectorize<R>(body: impl FnOnce() -> R) -> R;
+    fn vectorize<R>(body: impl FnMut() -> R) -> R;
 
     /// Computes `c = alpha a b + start`; `f32` operands are rounded to bf16.
     fn product_of_halves(
@@ -168,7 +168,7 @@ impl Float for f32 {
     }
 
     #[inline]
-    fn vectorize<R>(body: impl FnOnce() -> R) -> R {
+    fn vectorize<R>(body: impl FnMut() -> R) -> R {
         simd::vectorize(body)
     }
 
@@ -240,7 +240,7 @@ impl Float for f64 {
     }
 
     #[inline]
-    fn vectorize<R>(body: impl FnOnce() -> R) -> R {
+    fn vectorize<R>(body: impl FnMut() -> R) -> R {
         simd::vectorize_wide(body)
     }
 

@@ -47,7 +47,7 @@ pub fn layer_norm<T: Float>(
         T::vectorize(
             #[inline(always)]
             || {
-                let statistics = mean.iter_mut().zip(rstd);
+                let statistics = mean.iter_mut().zip(&mut *rstd);
                 let row_pairs = x.chunks_exact(cols).zip(y.chunks_exact_mut(cols));
                 for ((x, y), (mean, rstd)) in row_pairs.zip(statistics) {
                     let center = sum([x], |[x]| x) * scale;

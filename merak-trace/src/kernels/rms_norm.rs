@@ -37,7 +37,7 @@ pub fn rms_norm<T: Float>(
             #[inline(always)]
             || {
                 let row_pairs = x.chunks_exact(cols).zip(y.chunks_exact_mut(cols));
-                for ((x, y), rstd) in row_pairs.zip(rstd) {
+                for ((x, y), rstd) in row_pairs.zip(&mut *rstd) {
                     *rstd = T::ONE / dot(x, x).fma(scale, eps).sqrt();
                     for ((y, &x), &w) in y.iter_mut().zip(x).zip(weight) {
                         *y = x * *rstd * w;

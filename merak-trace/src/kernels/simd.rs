@@ -12,24 +12,42 @@
 
 use std::array;
 
+use pulp::NullaryFnOnce;
+
 use super::Float;
 
 /// Lanes of a reduction: four registers of f32 with AVX-512, which hides the latency of an add.
 const LANES: usize = 64;
 
+/// A loop that is compiled for an instruction set where it is inlined into its dispatch.
+///
+/// A closure is inlined as its attribute says where it is called by reference. By value it is
+/// called through a function of the compiler's, which a large closure is not inlined with: it would
+/// then run without the instructions.
+pub(super) struct Body<F>(pub(super) F);
+
+impl<R, F: FnMut() -> R> NullaryFnOnce for Body<F> {
+    type Output = R;
+
+    #[inline(always)]
+    fn call(mut self) -> R {
+        (self.0)()
+    }
+}
+
 /// Runs `body` as compiled for the best instruction set of this processor.
 #[inline]
-pub(super) fn vectorize<R>(body: impl FnOnce() -> R) -> R {
-    pulp::Arch::new().dispatch(body)
+pub(super) fn vectorize<R>(body: impl FnMut() -> R) -> R {
+    pulp::Arch::new().dispatch(Body(body))
 }
 
 /// The same for loops over `f64`, with no more than AVX2 on x86: they are for checks of gradients,
 /// and each instruction set takes room in a program.
 #[inline]
-pub(super) fn vectorize_wide<R>(body: impl FnOnce() -> R) -> R {
+pub(super) fn vectorize_wide<R>(mut body: impl FnMut() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     return match pulp::x86::V3::try_new() {
-        Some(simd) => simd.vectorize(body),
+        Some(simd) => simd.vectorize(Body(body)),
         None => body(),
     };
     #[cfg(not(target_arch = "x86_64"))]

@@ -31,7 +31,7 @@ pub fn vocab_max<T: Float>(threads: &Threads, own: usize, logits: &[T], largest:
         T::vectorize(
             #[inline(always)]
             || {
-                for (logits, largest) in logits.chunks_exact(width).zip(largest) {
+                for (logits, largest) in logits.chunks_exact(width).zip(&mut *largest) {
                     *largest = max(&logits[..own]);
                 }
             },

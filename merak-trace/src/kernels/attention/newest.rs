@@ -74,7 +74,7 @@ pub fn attention_newest<T: Float>(
             out,
         })
     });
-    let compute = |scores: &mut Vec<T>, head: Head<'_, T>| {
+    let compute = |scores: &mut Vec<T>, mut head: Head<'_, T>| {
         T::vectorize(
             #[inline(always)]
             || head.compute(spec, scores),
@@ -102,7 +102,7 @@ struct Head<'a, T> {
 
 impl<T: Float> Head<'_, T> {
     #[inline(always)]
-    fn compute(self, spec: &AttentionSpec<'_, T>, scores: &mut Vec<T>) {
+    fn compute(&mut self, spec: &AttentionSpec<'_, T>, scores: &mut Vec<T>) {
         let (dim, width) = (spec.shape.head_dim, spec.shape.kv_width());
         let positions = self.keys.len() / width;
         let first = positions - spec.window.unwrap_or(positions).min(positions);

@@ -22,9 +22,9 @@
 
 use std::ops::Range;
 
-use pulp::{NullaryFnOnce, x86::V4};
+use pulp::x86::V4;
 
-use super::super::{MatMut, MatRef, Threads, Units};
+use super::super::{MatMut, MatRef, Threads, Units, simd::Body};
 use super::tile::finish;
 use super::{Operand, Start, Write, gemm_inline};
 use pack::{GROUP, LINES, Layout, MAX_PANELS, Parts, group_len, pack};
@@ -60,7 +60,7 @@ pub(super) fn product<'c, W, S, const PARTS: usize>(
     alpha: f32,
     (a, b): (MatRef<'_, f32>, MatRef<'_, W>),
     start: Start<'_, f32>,
-    c: MatMut<'c, f32>,
+    mut c: MatMut<'c, f32>,
 ) -> Result<(), MatMut<'c, f32>>
 where
     W: Operand<f32>,
@@ -69,38 +69,73 @@ where
     if threads.units() < Units::Matrix || !available() {
         return Err(c);
     }
-    let most = block_cols(PARTS);
-    let (height, width) = block_size(a.rows(), b.cols(), most, threads.num_threads());
-    let blocks = c.row_blocks(height).enumerate().flat_map(|(i, rows)| {
-        let blocks = rows.col_blocks(width).enumerate();
-        blocks.map(move |(j, out)| (i * height, j * width, out))
-    });
-    threads.for_each(blocks, |(row, col, out)| {
-        threads.with_scratch(panels_len::<PARTS>(ROWS), |strips| {
-            threads.with_scratch(panels_len::<PARTS>(out.cols()), |panels| {
-                simd.vectorize(Block::<W, S, PARTS> {
+    let (height, width) = block_size::<PARTS>(a.rows(), b.cols(), threads.num_threads());
+    for k in (0..a.cols()).step_by(DEPTH) {
+        let depth = DEPTH.min(a.cols() - k);
+        let (a, b) = (a.sub_cols(k, depth), b.sub_rows(k, depth));
+        let start = if k == 0 { start } else { Start::Output };
+        let blocks = c.reborrow().row_blocks(height).enumerate();
+        let blocks = blocks.flat_map(|(i, rows)| {
+            let blocks = rows.col_blocks(width).enumerate();
+            blocks.map(move |(j, out)| (i * height, j * width, out))
+        });
+        with_shared_strips::<S, PARTS>(simd, threads, a, |shared| {
+            threads.for_each(blocks, |(row, col, out)| {
+                let block = Block::<W, S, PARTS> {
                     simd,
                     threads,
                     alpha,
                     a: a.sub_rows(row, out.rows()),
                     b: b.sub_cols(col, out.cols()),
                     start: start.columns(col, out.cols()),
-                    strips,
-                    panels,
+                    shared,
                     out,
-                });
+                };
+                block.run();
             });
         });
-    });
+    }
     Ok(())
 }
 
-/// Height and width of the blocks of an output, in whole panels. The longer side is cut further, so
-/// that all threads get equally many blocks.
-fn block_size(rows: usize, cols: usize, most_cols: usize, num_threads: usize) -> (usize, usize) {
+/// Whether threads share the packed left operand. Rounded, it is a third as long as split, and to
+/// read it from a cache that is shared takes less than to pack it again.
+const fn shares_strips(parts: usize) -> bool {
+    parts == 1
+}
+
+/// Packs the whole left operand, some rows on each thread, if threads share it.
+fn with_shared_strips<S: Parts<f32, PARTS>, const PARTS: usize>(
+    simd: S,
+    threads: &Threads,
+    a: MatRef<'_, f32>,
+    f: impl FnOnce(&[u32]),
+) {
+    if !shares_strips(PARTS) {
+        return f(&[]);
+    }
+    threads.with_scratch(packed_len::<PARTS>(a.rows(), a.cols()), |strips| {
+        let groups = strips.chunks_mut(packed_len::<PARTS>(ROWS, a.cols()));
+        threads.for_each(groups.enumerate(), |(i, strips)| {
+            let first = i * ROWS;
+            let a = a.sub_rows(first, ROWS.min(a.rows() - first));
+            simd.vectorize(Body(
+                #[inline(always)]
+                || {
+                    pack(simd, a, Layout::Lines, strips);
+                },
+            ));
+        });
+        f(strips);
+    });
+}
+
+/// Height and width of the blocks of an output, in whole panels. All threads get equally many
+/// blocks. Each packs its columns; if it packs its rows too, the longer side is cut further.
+fn block_size<const PARTS: usize>(rows: usize, cols: usize, num_threads: usize) -> (usize, usize) {
     let cut = |len: usize, parts: usize| len.div_ceil(parts).next_multiple_of(LINES);
-    let col_parts = cols.div_ceil(most_cols);
-    if rows > cols {
+    let col_parts = cols.div_ceil(block_cols(PARTS));
+    if rows > cols && !shares_strips(PARTS) {
         (cut(rows, num_threads), cut(cols, col_parts))
     } else {
         (rows, cut(cols, col_parts.next_multiple_of(num_threads)))
@@ -108,11 +143,11 @@ fn block_size(rows: usize, cols: usize, most_cols: usize, num_threads: usize) ->
 }
 
 /// Elements of packed memory for `lines` rows or columns.
-fn panels_len<const PARTS: usize>(lines: usize) -> usize {
-    lines.div_ceil(LINES) * DEPTH / GROUP * group_len(PARTS)
+fn packed_len<const PARTS: usize>(lines: usize, depth: usize) -> usize {
+    lines.div_ceil(LINES) * depth.div_ceil(GROUP) * group_len(PARTS)
 }
 
-/// A block of the output, for one thread, with memory for packed operands.
+/// A block of the output, for one thread, and what is multiplied for it.
 struct Block<'a, W, S, const PARTS: usize> {
     simd: S,
     threads: &'a Threads,
@@ -120,25 +155,9 @@ struct Block<'a, W, S, const PARTS: usize> {
     a: MatRef<'a, f32>,
     b: MatRef<'a, W>,
     start: Start<'a, f32>,
-    strips: &'a mut [u32],
-    panels: &'a mut [u32],
+    /// The packed rows, if threads share them.
+    shared: &'a [u32],
     out: MatMut<'a, f32>,
-}
-
-impl<W, S, const PARTS: usize> NullaryFnOnce for Block<'_, W, S, PARTS>
-where
-    W: Operand<f32>,
-    S: Parts<f32, PARTS> + Parts<W, PARTS>,
-{
-    type Output = ();
-
-    #[inline(always)]
-    fn call(mut self) {
-        let (tiles, mut sums) = (Tiles::configure(), Sums::new());
-        for k in (0..self.a.cols()).step_by(DEPTH) {
-            self.add_depth(&tiles, &mut sums, k..self.a.cols().min(k + DEPTH));
-        }
-    }
 }
 
 impl<W, S, const PARTS: usize> Block<'_, W, S, PARTS>
@@ -146,41 +165,55 @@ where
     W: Operand<f32>,
     S: Parts<f32, PARTS> + Parts<W, PARTS>,
 {
-    /// Adds the products of a range of k.
+    fn run(mut self) {
+        let depth = self.a.cols();
+        let own_rows = if shares_strips(PARTS) { 0 } else { ROWS };
+        let len = packed_len::<PARTS>;
+        self.threads.with_scratch(len(own_rows, depth), |strips| {
+            self.threads
+                .with_scratch(len(self.b.cols(), depth), |panels| {
+                    self.simd.vectorize(Body(
+                        #[inline(always)]
+                        || self.multiply(strips, panels),
+                    ));
+                });
+        });
+    }
+
     #[inline(always)]
-    fn add_depth(&mut self, tiles: &Tiles, sums: &mut Sums, k: Range<usize>) {
+    fn multiply(&mut self, own_strips: &mut [u32], panels: &mut [u32]) {
         let (simd, alpha) = (self.simd, self.alpha);
-        let start = if k.start == 0 {
-            self.start
-        } else {
-            Start::Output
-        };
-        let panel_len = k.len().div_ceil(GROUP) * group_len(PARTS);
-        let a = self.a.sub_cols(k.start, k.len());
-        let b = self.b.sub_rows(k.start, k.len());
-        let panels = &mut self.panels[..b.cols().div_ceil(LINES) * panel_len];
-        let finite_panels = pack(simd, b.transposed(), Layout::Pairs, panels);
+        let (tiles, mut sums) = (Tiles::configure(), Sums::new());
+        let panel_len = packed_len::<PARTS>(1, self.a.cols());
+        let finite_panels = pack(simd, self.b.transposed(), Layout::Pairs, panels);
         for (i, out) in self.out.reborrow().row_blocks(ROWS).enumerate() {
-            let a = a.sub_rows(i * ROWS, out.rows());
-            let strips = &mut self.strips[..out.rows().div_ceil(LINES) * panel_len];
-            let finite_strips = pack(simd, a, Layout::Lines, strips);
+            let a = self.a.sub_rows(i * ROWS, out.rows());
+            let len = packed_len::<PARTS>(out.rows(), a.cols());
+            let (strips, finite_strips) = if shares_strips(PARTS) {
+                let first = i * packed_len::<PARTS>(ROWS, a.cols());
+                (&self.shared[first..][..len], [true; MAX_PANELS])
+            } else {
+                let strips = &mut own_strips[..len];
+                let finite = pack(simd, a, Layout::Lines, strips);
+                (&*strips, finite)
+            };
             let strips = strips.chunks_exact(panel_len).zip(finite_strips);
             for (i, ((strip, finite), mut out)) in strips.zip(out.row_blocks(LINES)).enumerate() {
                 let a = a.sub_rows(i * LINES, out.rows());
                 let panels = panels.chunks_exact(panel_len).zip(finite_panels);
                 for (j, (panel, finite_panel)) in panels.enumerate() {
                     let cols = j * LINES..out.cols().min((j + 1) * LINES);
-                    let start = start.columns(cols.start, cols.len());
+                    let start = self.start.columns(cols.start, cols.len());
                     if finite && finite_panel {
                         prefetch_tile(&mut out, &cols);
                         if PARTS == 1 {
-                            tiles.multiply_rounded(strip, panel, sums);
+                            tiles.multiply_rounded(strip, panel, &mut sums);
                         } else {
-                            tiles.multiply(strip, panel, sums);
+                            tiles.multiply(strip, panel, &mut sums);
                         }
-                        write_tile(simd.wide(), alpha, sums, start, (&mut out, cols));
+                        write_tile(simd.wide(), alpha, &sums, start, (&mut out, cols));
                     } else {
-                        let b = b.sub_cols(cols.start, cols.len());
+                        let b = self.b.sub_cols(cols.start, cols.len());
                         W::with_wide(self.threads, b, |b| {
                             multiply_in_f32(alpha, (a, b), start, (&mut out, cols));
                         });
@@ -347,8 +380,8 @@ mod tests {
         for (a, b) in pairs {
             let len = |lines: usize| lines.div_ceil(LINES) * k.div_ceil(GROUP) * group_len(1);
             let (mut strips, mut panels) = (vec![0; len(m)], vec![0; len(n)]);
-            simd.vectorize(|| pack(simd, a, Layout::Lines, &mut strips));
-            simd.vectorize(|| pack(simd, b, Layout::Pairs, &mut panels));
+            simd.vectorize(Body(|| pack(simd, a, Layout::Lines, &mut strips)));
+            simd.vectorize(Body(|| pack(simd, b, Layout::Pairs, &mut panels)));
             for (found, expected) in emulate((m, k, n), &strips, &panels).iter().zip(&expected) {
                 assert!(found == expected || (found - expected).abs() < 1e-9);
             }

@@ -15,7 +15,7 @@
 
 use std::ops::Range;
 
-use super::super::{Float, MatMut, MatRef, Threads};
+use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
 use super::pack::{Order, ROW, pack_left, pack_right};
 use super::tile::{DEPTH, finish, multiply};
 use super::{Isa, Lanes, Operand, Start};
@@ -44,17 +44,20 @@ pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
         threads.with_scratch(a.rows().div_ceil(STRIP) * STRIP * ROW, |strips| {
             pack_left::<T, STRIP>(threads, a, strips);
             let blocks = c.reborrow().col_blocks(block_width).enumerate();
-            threads.for_each(blocks, |(i, out)| {
+            threads.for_each(blocks, |(i, mut out)| {
                 let (col, cols) = (i * block_width, out.cols());
                 let start = start.columns(col, cols);
                 let panels_len = depth * cols.next_multiple_of(width);
                 threads.with_scratch(panels_len, |panels| {
                     pack_right(simd, b.sub_cols(col, cols), width, panels);
                     let panels = (&panels[..], depth * width);
-                    simd.vectorize(
+                    simd.vectorize(Body(
                         #[inline(always)]
-                        || block::<S, T, STRIP>(simd, order, alpha, strips, panels, start, out),
-                    );
+                        || {
+                            let out = out.reborrow();
+                            block::<S, T, STRIP>(simd, order, alpha, strips, panels, start, out);
+                        },
+                    ));
                 });
             });
         });

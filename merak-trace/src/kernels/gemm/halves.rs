@@ -63,11 +63,14 @@ impl Halves for f32 {
         with_copy(threads, matrix, f, |lines, memory| {
             let copies = memory.chunks_exact_mut(lines.cols().max(1)).enumerate();
             threads.for_each(copies, |(row, out)| {
-                vectorize(|| {
-                    for (out, &x) in out.iter_mut().zip(lines.row(row)) {
-                        *out = rounded(x);
-                    }
-                });
+                vectorize(
+                    #[inline(always)]
+                    || {
+                        for (out, &x) in out.iter_mut().zip(lines.row(row)) {
+                            *out = rounded(x);
+                        }
+                    },
+                );
             });
         })
     }
@@ -125,11 +128,14 @@ pub fn narrow(threads: &Threads, wide: &[f32], narrow: &mut [bf16]) {
     const BLOCK: usize = 1 << 14;
     let blocks = narrow.chunks_mut(BLOCK).zip(wide.chunks(BLOCK));
     threads.for_each(blocks, |(narrow, wide)| {
-        vectorize(|| {
-            for (narrow, &wide) in narrow.iter_mut().zip(wide) {
-                *narrow = bf16::from_bits((rounded(wide).to_bits() >> 16) as u16);
-            }
-        });
+        vectorize(
+            #[inline(always)]
+            || {
+                for (narrow, &wide) in narrow.iter_mut().zip(wide) {
+                    *narrow = bf16::from_bits((rounded(wide).to_bits() >> 16) as u16);
+                }
+            },
+        );
     });
 }
 

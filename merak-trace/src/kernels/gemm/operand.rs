@@ -197,11 +197,14 @@ impl Operand<f32> for bf16 {
 
 /// Widens each element, exactly.
 pub fn widen<T: Float, N: Operand<T>>(narrow: &[N], wide: &mut [T]) {
-    vectorize(|| {
-        for (wide, narrow) in wide.iter_mut().zip(narrow) {
-            *wide = narrow.wide();
-        }
-    });
+    vectorize(
+        #[inline(always)]
+        || {
+            for (wide, narrow) in wide.iter_mut().zip(narrow) {
+                *wide = narrow.wide();
+            }
+        },
+    );
 }
 
 #[cfg(test)]

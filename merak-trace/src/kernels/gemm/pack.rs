@@ -4,7 +4,7 @@
     reason = "an operand is turned in registers only where that is inlined into its dispatch"
 )]
 
-use super::super::{Float, MatMut, MatRef, Threads};
+use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
 use super::tile::DEPTH;
 use super::{Isa, Operand};
 
@@ -67,19 +67,19 @@ pub(super) fn pack_right<S: Isa, T: Float, W: Operand<T>>(
 ) {
     let panel_len = b.rows() * width;
     if b.has_contiguous_rows() {
-        let panels = MatMut::new(out, b.cols().div_ceil(width), panel_len);
-        return simd.vectorize(
+        let mut panels = MatMut::new(out, b.cols().div_ceil(width), panel_len);
+        return simd.vectorize(Body(
             #[inline(always)]
-            || pack_rows::<S, T, W>(simd, b, width, panels),
-        );
+            || pack_rows::<S, T, W>(simd, b, width, panels.reborrow()),
+        ));
     }
     for (i, out) in out.chunks_exact_mut(panel_len).enumerate() {
         let cols = width.min(b.cols() - i * width);
         let columns = b.sub_cols(i * width, cols).transposed();
-        simd.vectorize(
+        simd.vectorize(Body(
             #[inline(always)]
             || turn::<S, T, W>(simd, columns, width, out),
-        );
+        ));
     }
 }
 

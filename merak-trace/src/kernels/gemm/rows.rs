@@ -20,7 +20,7 @@ use std::{
     ops::Range,
 };
 
-use super::super::{Float, MatMut, MatRef, Threads};
+use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
 use super::{Isa, Operand, Start};
 
 /// Largest number of rows for these kernels; above it packing pays.
@@ -76,7 +76,7 @@ fn dots<S: Isa, T: Float, W: Operand<T>>(
     let blocks = c.col_blocks(BLOCK_COLS).enumerate();
     threads.for_each(blocks, |(block, mut out)| {
         let first = block * BLOCK_COLS;
-        simd.vectorize(
+        simd.vectorize(Body(
             #[inline(always)]
             || {
                 let mut col = 0;
@@ -105,7 +105,7 @@ fn dots<S: Isa, T: Float, W: Operand<T>>(
                     col += own;
                 }
             },
-        );
+        ));
     });
 }
 
@@ -215,19 +215,19 @@ fn streams<S: Isa, T: Float, W: Operand<T>>(
         let items = partial.chunks_exact_mut(m * n).enumerate();
         threads.for_each(items, |(chunk, sums)| {
             let rows = chunk * depth..k.min((chunk + 1) * depth);
-            simd.vectorize(
+            simd.vectorize(Body(
                 #[inline(always)]
                 || {
                     sums.fill(T::ZERO);
-                    add_chunk(simd, (a, b), rows, sums);
+                    add_chunk(simd, (a, b), rows.clone(), sums);
                 },
-            );
+            ));
         });
         let partial = &*partial;
         let cols = (SUM_ELEMENTS / (chunks * m)).max(1).next_multiple_of(64);
         threads.for_each(c.col_blocks(cols).enumerate(), |(block, mut out)| {
             let first = block * cols;
-            simd.vectorize(
+            simd.vectorize(Body(
                 #[inline(always)]
                 || {
                     for row in 0..m {
@@ -236,7 +236,7 @@ fn streams<S: Isa, T: Float, W: Operand<T>>(
                         gather(alpha, partial, (m * n, cols), start, first, out);
                     }
                 },
-            );
+            ));
         });
     });
 }

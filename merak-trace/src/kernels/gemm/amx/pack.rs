@@ -201,14 +201,20 @@ fn along<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
         }
         for (group, out) in out.chunks_exact_mut(group_len(PARTS)).enumerate() {
             let k = group * GROUP..x.cols().min((group + 1) * GROUP);
-            let parts = |i: usize| {
-                let row = rows[i].get(k.clone()).unwrap_or_default();
-                match row.try_into() {
-                    Ok(row) => simd.along(row, check),
-                    Err(_) => simd.along(&padded(row), check),
-                }
-            };
-            tile(simd.wide(), parts, layout == Layout::Pairs, half, out);
+            tile(
+                simd.wide(),
+                #[inline(always)]
+                |i| {
+                    let row = rows[i].get(k.clone()).unwrap_or_default();
+                    match row.try_into() {
+                        Ok(row) => simd.along(row, check),
+                        Err(_) => simd.along(&padded(row), check),
+                    }
+                },
+                layout == Layout::Pairs,
+                half,
+                out,
+            );
         }
     }
 }
@@ -234,16 +240,23 @@ fn across<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
             for half in 0..2 {
                 let first = panel * LINES + half * SIDE;
                 let lines = first.min(x.cols())..x.cols().min(first + SIDE);
-                let parts = |i: usize| {
-                    let rows = S::pair(i).map(|k| rows[k].get(lines.clone()).unwrap_or_default());
-                    if let [Ok(x), Ok(next)] = rows.map(<&[W; SIDE]>::try_from) {
-                        simd.across([x, next], check)
-                    } else {
-                        let [x, next] = rows.map(padded);
-                        simd.across([&x, &next], check)
-                    }
-                };
-                tile(simd.wide(), parts, layout == Layout::Lines, half, out);
+                tile(
+                    simd.wide(),
+                    #[inline(always)]
+                    |i| {
+                        let rows =
+                            S::pair(i).map(|k| rows[k].get(lines.clone()).unwrap_or_default());
+                        if let [Ok(x), Ok(next)] = rows.map(<&[W; SIDE]>::try_from) {
+                            simd.across([x, next], check)
+                        } else {
+                            let [x, next] = rows.map(padded);
+                            simd.across([&x, &next], check)
+                        }
+                    },
+                    layout == Layout::Lines,
+                    half,
+                    out,
+                );
             }
         }
     }
