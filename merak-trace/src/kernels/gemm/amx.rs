@@ -22,13 +22,14 @@
 
 use std::ops::Range;
 
-use pulp::x86::V4;
+use pulp::{f32x16, x86::V4};
 
 use super::super::{MatMut, MatRef, Threads, Units, simd::Body};
+use super::prefetch::prefetch_to_second_level;
 use super::tile::finish;
 use super::{Operand, Start, Write, gemm_inline};
 use pack::{GROUP, LINES, Layout, MAX_PANELS, Parts, group_len, pack};
-use tiles::{Sums, Tiles, prefetch};
+use tiles::{Sums, Tiles};
 
 pub(super) use pack::SPLIT;
 pub(super) use tiles::available;
@@ -228,7 +229,7 @@ where
 #[inline(always)]
 fn prefetch_tile(out: &mut MatMut<'_, f32>, cols: &Range<usize>) {
     for row in 0..out.rows() {
-        prefetch(&out.row_mut(row)[cols.clone()]);
+        prefetch_to_second_level(&out.row_mut(row)[cols.clone()]);
     }
 }
 
@@ -241,9 +242,44 @@ fn write_tile(
     start: Start<'_, f32>,
     (out, cols): (&mut MatMut<'_, f32>, Range<usize>),
 ) {
-    for row in 0..out.rows() {
-        let out = &mut out.row_mut(row)[cols.clone()];
-        finish::<V4, f32>(simd, alpha, sums.row(row), start, out);
+    if cols.len() < LINES {
+        for (row, sums) in (0..out.rows()).zip(sums.rows()) {
+            let out = &mut out.row_mut(row)[cols.clone()];
+            finish::<V4, f32>(simd, alpha, sums, start, out);
+        }
+        return;
+    }
+    // What differs is asked for once, not for each row.
+    let out = (out, cols.start);
+    let zero = simd.splat_f32x16(0.0);
+    match start {
+        Start::Zero => write_rows(simd, alpha, sums, out, |_| [zero; 2]),
+        Start::Output => write_rows(simd, alpha, sums, out, |out| *out),
+        Start::Row(row) => {
+            let row: &[f32; LINES] = row.first_chunk().expect("the tile has all columns");
+            write_rows(simd, alpha, sums, out, |_| bytemuck::cast(*row));
+        }
+    }
+}
+
+/// Writes a tile that has all columns, each row from a start that may depend on what is there.
+#[inline(always)]
+fn write_rows(
+    simd: V4,
+    alpha: f32,
+    sums: &Sums,
+    (out, col): (&mut MatMut<'_, f32>, usize),
+    start: impl Fn(&[f32x16; 2]) -> [f32x16; 2],
+) {
+    let alpha = simd.splat_f32x16(alpha);
+    for (row, [first, second]) in (0..out.rows()).zip(sums.rows()) {
+        let out: &mut [f32; LINES] = out.row_mut(row)[col..]
+            .first_chunk_mut()
+            .expect("the tile has all columns");
+        let out: &mut [f32x16; 2] = bytemuck::cast_mut(out);
+        let start = start(out);
+        out[0] = simd.mul_add_f32x16(*first, alpha, start[0]);
+        out[1] = simd.mul_add_f32x16(*second, alpha, start[1]);
     }
 }
 

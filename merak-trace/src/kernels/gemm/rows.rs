@@ -12,16 +12,11 @@
     clippy::inline_always,
     reason = "sums stay in registers only where they are inlined into their dispatch"
 )]
-#![expect(unsafe_code, reason = "a hint to the processor's caches")]
 
-use std::{
-    arch::x86_64::{_MM_HINT_T0, _mm_prefetch},
-    array,
-    ops::Range,
-};
+use std::{array, ops::Range};
 
 use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
-use super::{Isa, Operand, Start};
+use super::{Isa, Operand, Start, prefetch::prefetch};
 
 /// Largest number of rows for these kernels; above it packing pays.
 const MAX_ROWS: usize = 47;
@@ -343,13 +338,6 @@ fn add_group<S: Isa, T: Float, W: Operand<T>, const R: usize, const D: usize>(
         }
     }
     R
-}
-
-/// Asks for the cache line where an element of a slice would lie.
-#[inline(always)]
-fn prefetch<T>(slice: &[T], element: usize) {
-    // SAFETY: a prefetch reads nothing that the program sees, whatever the address is.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(slice.as_ptr().wrapping_add(element).cast()) };
 }
 
 /// A row of the result from the sums of all chunks, in their order.

@@ -11,7 +11,7 @@ use bytemuck::Pod;
 use pulp::{NullaryFnOnce, Simd, cast, f32x16, u32x16, x86::V4};
 
 use super::super::super::MatRef;
-use super::super::{Operand, halves::Halves, pack::turn_square, pairs::Pairs};
+use super::super::{Operand, halves::Halves, pack::turn_square, pairs::Pairs, prefetch::prefetch};
 
 /// Rows of a left operand, or columns of a right one, that are multiplied together: two tiles.
 pub(super) const LINES: usize = 2 * SIDE;
@@ -206,6 +206,9 @@ fn along<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
                 #[inline(always)]
                 |i| {
                     let row = rows[i].get(k.clone()).unwrap_or_default();
+                    for line in [0, SIDE] {
+                        prefetch(rows[i], k.start + 4 * GROUP + line);
+                    }
                     match row.try_into() {
                         Ok(row) => simd.along(row, check),
                         Err(_) => simd.along(&padded(row), check),
@@ -244,8 +247,13 @@ fn across<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
                     simd.wide(),
                     #[inline(always)]
                     |i| {
-                        let rows =
-                            S::pair(i).map(|k| rows[k].get(lines.clone()).unwrap_or_default());
+                        let rows = S::pair(i).map(
+                            #[inline(always)]
+                            |k| {
+                                prefetch(rows[k], lines.start + 2 * LINES);
+                                rows[k].get(lines.clone()).unwrap_or_default()
+                            },
+                        );
                         if let [Ok(x), Ok(next)] = rows.map(<&[W; SIDE]>::try_from) {
                             simd.across([x, next], check)
                         } else {

@@ -5,7 +5,7 @@
 )]
 
 use std::arch::asm;
-use std::arch::x86_64::{__cpuid_count, _MM_HINT_T1, _mm_prefetch};
+use std::arch::x86_64::__cpuid_count;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
@@ -46,18 +46,6 @@ fn permitted() -> bool {
     false
 }
 
-/// Brings elements into the second-level cache.
-#[inline(always)]
-pub(super) fn prefetch(x: &[f32]) {
-    for line in x.chunks(CACHE_LINE) {
-        // SAFETY: the processor has the instruction, and it changes nothing but caches.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
-    }
-}
-
-/// Elements of a cache line.
-const CACHE_LINE: usize = 16;
-
 /// Shapes of the eight tile registers, as `ldtilecfg` reads them.
 #[repr(C, align(64))]
 struct Config {
@@ -95,8 +83,8 @@ impl Sums {
         Self(bytemuck::Zeroable::zeroed())
     }
 
-    pub(super) fn row(&self, row: usize) -> &[f32x16; 2] {
-        &self.0[row]
+    pub(super) fn rows(&self) -> &[[f32x16; 2]; LINES] {
+        &self.0
     }
 }
 
