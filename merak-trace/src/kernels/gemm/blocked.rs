@@ -17,6 +17,7 @@ use std::ops::Range;
 
 use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
 use super::pack::{Order, ROW, pack_left, pack_right};
+use super::prefetch::prefetch_to_second_level;
 use super::tile::{DEPTH, finish, multiply};
 use super::{Isa, Lanes, Operand, Start};
 
@@ -134,6 +135,9 @@ impl<S: Isa, T: Float, const STRIP: usize> Tile<'_, S, T, STRIP> {
     #[inline(always)]
     fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
         while row + R <= self.out.rows() {
+            for i in 0..R {
+                prefetch_to_second_level(&self.out.row_mut(row + i)[self.cols.clone()]);
+            }
             let strip = &self.strip[self.order.offset(row)..];
             let sums = multiply::<S, T, STRIP, R>(self.simd, self.order, strip, self.panel);
             for (i, sums) in sums.iter().enumerate() {

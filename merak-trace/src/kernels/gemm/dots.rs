@@ -19,6 +19,7 @@ use super::Start;
 use super::halves::Halves;
 use super::pack::turn_square;
 use super::pairs::{PAIRED, Pairs};
+use super::prefetch::{prefetch, prefetch_to_second_level};
 use super::tile::{STRIP, finish};
 
 /// Elements along k that are multiplied before the sums are written.
@@ -231,6 +232,10 @@ impl Tile<'_> {
     #[inline(always)]
     fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
         while row + R <= self.rows {
+            for i in 0..R {
+                let out = &self.out.row_mut(self.first + row + i)[self.cols.clone()];
+                prefetch_to_second_level(out);
+            }
             let (panel, _) = pulp::as_arrays::<WIDTH, _>(self.panel);
             let panel = &panel[..panel.len().min(DEPTH / 2)];
             let sums: [_; R] = match self.order {
@@ -314,6 +319,9 @@ fn turn<W: Halves>(simd: Pairs, lines: MatRef<'_, W>, first: usize, out: &mut [u
         let ks = square * PAIRED..lines.cols().min((square + 1) * PAIRED);
         let mut pairs = [simd.wide.splat_f32x16(0.0); LANES];
         for (pairs, row) in pairs.iter_mut().zip(&rows) {
+            for line in [0, LANES] {
+                prefetch(row, ks.start + 4 * PAIRED + line);
+            }
             *pairs = cast(along(simd, row.get(ks.clone()).unwrap_or_default()));
         }
         turn_square::<V4, f32>(simd.wide, &mut pairs);

@@ -5,6 +5,7 @@
 )]
 
 use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
+use super::prefetch::prefetch;
 use super::tile::DEPTH;
 use super::{Isa, Operand};
 
@@ -159,6 +160,7 @@ fn turn<S: Isa, T: Float, W: Operand<T>>(simd: S, x: MatRef<'_, W>, width: usize
         for square in 0..squares {
             let mut rows = [T::splat(simd, T::ZERO); 16];
             for (i, row) in rows[..lanes].iter_mut().enumerate() {
+                prefetch(band.row(i), (square + 8) * lanes);
                 *row = W::widen(simd, W::groups::<S>(&band.row(i)[square * lanes..])[0]);
             }
             turn_square::<S, T>(simd, &mut rows[..lanes]);
