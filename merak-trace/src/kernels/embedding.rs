@@ -119,17 +119,20 @@ pub fn embedding_grad<T: Float>(
     let width = width(rows, dtable.len(), ids.len(), dy.len());
     let table = MatMut::new(dtable, rows.local.len(), width);
     threads.for_each(table.col_blocks(COLS).enumerate(), |(block, mut table)| {
-        T::vectorize(|| {
-            for (position, &id) in ids.iter().enumerate() {
-                let Some(row) = rows.trained_row(id) else {
-                    continue;
-                };
-                let dy = &dy[position * width + block * COLS..];
-                for (sum, &dy) in table.row_mut(row).iter_mut().zip(dy) {
-                    *sum += dy;
+        T::vectorize(
+            #[inline(always)]
+            || {
+                for (position, &id) in ids.iter().enumerate() {
+                    let Some(row) = rows.trained_row(id) else {
+                        continue;
+                    };
+                    let dy = &dy[position * width + block * COLS..];
+                    for (sum, &dy) in table.row_mut(row).iter_mut().zip(dy) {
+                        *sum += dy;
+                    }
                 }
-            }
-        });
+            },
+        );
     });
     Ok(())
 }

@@ -22,8 +22,8 @@ const LANES: usize = 64;
 /// A loop that is compiled for an instruction set where it is inlined into its dispatch.
 ///
 /// A closure is inlined as its attribute says where it is called by reference. By value it is
-/// called through a function of the compiler's, which a large closure is not inlined with: it would
-/// then run without the instructions.
+/// called through a function of the compiler's, which is inlined only while it is small: a large
+/// loop would run without the instructions.
 pub(super) struct Body<F>(pub(super) F);
 
 impl<R, F: FnMut() -> R> NullaryFnOnce for Body<F> {

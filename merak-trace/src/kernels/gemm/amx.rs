@@ -61,7 +61,7 @@ pub(super) fn product<'c, W, S, const PARTS: usize>(
     alpha: f32,
     (a, b): (MatRef<'_, f32>, MatRef<'_, W>),
     start: Start<'_, f32>,
-    mut c: MatMut<'c, f32>,
+    c: MatMut<'c, f32>,
 ) -> Result<(), MatMut<'c, f32>>
 where
     W: Operand<f32>,
@@ -70,6 +70,22 @@ where
     if threads.units() < Units::Matrix || !available() {
         return Err(c);
     }
+    compute(simd, threads, alpha, (a, b), start, c);
+    Ok(())
+}
+
+/// The same where the units are known to be there.
+fn compute<W, S, const PARTS: usize>(
+    simd: S,
+    threads: &Threads,
+    alpha: f32,
+    (a, b): (MatRef<'_, f32>, MatRef<'_, W>),
+    start: Start<'_, f32>,
+    mut c: MatMut<'_, f32>,
+) where
+    W: Operand<f32>,
+    S: Parts<f32, PARTS> + Parts<W, PARTS>,
+{
     let (height, width) = block_size::<PARTS>(a.rows(), b.cols(), threads.num_threads());
     for k in (0..a.cols()).step_by(DEPTH) {
         let depth = DEPTH.min(a.cols() - k);
@@ -89,14 +105,13 @@ where
                     a: a.sub_rows(row, out.rows()),
                     b: b.sub_cols(col, out.cols()),
                     start: start.columns(col, out.cols()),
-                    shared,
+                    shared: &shared[packed_len::<PARTS>(row, depth).min(shared.len())..],
                     out,
                 };
                 block.run();
             });
         });
     }
-    Ok(())
 }
 
 /// Whether threads share the packed left operand. Rounded, it is a third as long as split, and to
@@ -131,16 +146,18 @@ fn with_shared_strips<S: Parts<f32, PARTS>, const PARTS: usize>(
     });
 }
 
-/// Height and width of the blocks of an output, in whole panels. All threads get equally many
-/// blocks. Each packs its columns; if it packs its rows too, the longer side is cut further.
+/// Height and width of the blocks of an output, in whole panels, at least one for each thread where
+/// the output is large enough. Each thread packs the columns of its block. Where it packs the rows
+/// too, the longer side is cut further; where threads share them, the columns are.
 fn block_size<const PARTS: usize>(rows: usize, cols: usize, num_threads: usize) -> (usize, usize) {
-    let cut = |len: usize, parts: usize| len.div_ceil(parts).next_multiple_of(LINES);
+    let cut = |len: usize, parts: usize, of: usize| len.div_ceil(parts).next_multiple_of(of);
     let col_parts = cols.div_ceil(block_cols(PARTS));
     if rows > cols && !shares_strips(PARTS) {
-        (cut(rows, num_threads), cut(cols, col_parts))
-    } else {
-        (rows, cut(cols, col_parts.next_multiple_of(num_threads)))
+        return (cut(rows, num_threads, LINES), cut(cols, col_parts, LINES));
     }
+    let width = cut(cols, col_parts.next_multiple_of(num_threads), LINES);
+    let row_parts = num_threads.div_ceil(cols.div_ceil(width));
+    (cut(rows, row_parts, ROWS), width)
 }
 
 /// Elements of packed memory for `lines` rows or columns.
@@ -156,7 +173,7 @@ struct Block<'a, W, S, const PARTS: usize> {
     a: MatRef<'a, f32>,
     b: MatRef<'a, W>,
     start: Start<'a, f32>,
-    /// The packed rows, if threads share them.
+    /// The packed rows from its first on, if threads share them.
     shared: &'a [u32],
     out: MatMut<'a, f32>,
 }
@@ -207,11 +224,7 @@ where
                     let start = self.start.columns(cols.start, cols.len());
                     if finite && finite_panel {
                         prefetch_tile(&mut out, &cols);
-                        if PARTS == 1 {
-                            tiles.multiply_rounded(strip, panel, &mut sums);
-                        } else {
-                            tiles.multiply(strip, panel, &mut sums);
-                        }
+                        tiles.multiply::<PARTS>(strip, panel, &mut sums);
                         write_tile(simd.wide(), alpha, &sums, start, (&mut out, cols));
                     } else {
                         let b = self.b.sub_cols(cols.start, cols.len());
@@ -305,7 +318,9 @@ fn multiply_in_f32(
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::testing::{noise, on_any_threads, to_f64};
+    use half::bf16;
+
+    use super::super::super::testing::{assert_close, noise, on_any_threads, to_f64};
     use super::super::{STRIP, blocked, pairs::Pairs};
     use super::*;
 
@@ -318,7 +333,7 @@ mod tests {
         MultiplyAdds,
     }
 
-    /// The product, or nothing on a processor without that unit.
+    /// The product, or nothing on a processor without AVX-512.
     fn run(by: By, threads: &Threads, a: &[f32], b: &[f32]) -> Option<Vec<f32>> {
         let (m, k, n) = SHAPE;
         let simd = V4::try_new()?;
@@ -327,7 +342,7 @@ mod tests {
         let out = MatMut::new(&mut c, m, n);
         match by {
             By::MatrixUnits => {
-                product::<_, _, SPLIT>(simd, threads, 1.0, operands, Start::Zero, out).ok()?;
+                compute::<_, _, SPLIT>(simd, threads, 1.0, operands, Start::Zero, out);
             }
             By::MultiplyAdds => {
                 blocked::product::<_, _, _, STRIP>(simd, threads, 1.0, operands, Start::Zero, out);
@@ -359,67 +374,50 @@ mod tests {
             Some(root_mean_square(errors.map(|(&c, x)| f64::from(c) - x)))
         };
         let (Some(split), Some(plain)) = (error(By::MatrixUnits), error(By::MultiplyAdds)) else {
-            return eprintln!("skipped: no matrix units");
+            return eprintln!("skipped: no AVX-512");
         };
         assert!(split < 1.2 * plain, "{split:e} against {plain:e}");
     }
 
-    /// Products of packed operands as the tiles compute them, on any processor.
-    fn emulate((m, k, n): (usize, usize, usize), strips: &[u32], panels: &[u32]) -> Vec<f64> {
-        const SIDE: usize = LINES / 2;
-        let panel_len = k.div_ceil(GROUP) * group_len(1);
-        let tile = |line: usize, group: usize| {
-            let half = line % LINES / SIDE;
-            line / LINES * panel_len + group * group_len(1) + half * SIDE * SIDE
-        };
-        let halves = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
-        let element = |(i, j): (usize, usize)| {
-            let mut sum = 0.0;
-            for group in 0..k.div_ceil(GROUP) {
-                for pair in 0..SIDE {
-                    let a = halves(strips[tile(i, group) + i % SIDE * SIDE + pair]);
-                    let b = halves(panels[tile(j, group) + pair * SIDE + j % SIDE]);
-                    let products = a.iter().zip(b).map(|(&a, b)| f64::from(a) * f64::from(b));
-                    sum += products.sum::<f64>();
-                }
-            }
-            sum
-        };
-        (0..m * n).map(|i| element((i / n, i % n))).collect()
-    }
-
     #[test]
-    fn rounded_operands_of_both_layouts_are_packed_as_the_tiles_read_them() {
+    fn products_of_rounded_operands_in_both_layouts_are_those_of_bf16() {
         let Some(simd) = Pairs::try_new() else {
             return eprintln!("skipped: no AVX-512-BF16");
         };
-        let (m, k, n) = (40, 71, 33);
-        let (mut a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
-        a[3] = f32::INFINITY;
         let turned = |rows: usize, cols: usize, x: &[f32]| -> Vec<f32> {
             let at = |i: usize| x[i % rows * cols + i / rows];
             (0..rows * cols).map(at).collect()
         };
-        let (at, bt) = (turned(m, k, &a), turned(k, n, &b));
-        let rounded = |x: f32| f64::from(half::bf16::from_f32(x).to_f32());
-        let product = |i: usize, p: usize| rounded(a[i / n * k + p]) * rounded(b[p * n + i % n]);
-        let expected: Vec<f64> = (0..m * n)
-            .map(|i| (0..k).map(|p| product(i, p)).sum())
-            .collect();
-        let pairs = [
-            (MatRef::new(&a, m, k), MatRef::new(&bt, n, k)),
-            (
-                MatRef::new(&at, k, m).transposed(),
-                MatRef::new(&b, k, n).transposed(),
-            ),
-        ];
-        for (a, b) in pairs {
-            let len = |lines: usize| lines.div_ceil(LINES) * k.div_ceil(GROUP) * group_len(1);
-            let (mut strips, mut panels) = (vec![0; len(m)], vec![0; len(n)]);
-            simd.vectorize(Body(|| pack(simd, a, Layout::Lines, &mut strips)));
-            simd.vectorize(Body(|| pack(simd, b, Layout::Pairs, &mut panels)));
-            for (found, expected) in emulate((m, k, n), &strips, &panels).iter().zip(&expected) {
-                assert!(found == expected || (found - expected).abs() < 1e-9);
+        let rounded = |x: f32| f64::from(bf16::from_f32(x).to_f32());
+        for (m, k, n) in [(48, 32, 32), SHAPE, (33, 513, 1590), (291, 40, 32)] {
+            let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
+            let (at, bt) = (turned(m, k, &a), turned(k, n, &b));
+            let (row, earlier) = (noise::<f32>(3, n), noise::<f32>(4, m * n));
+            let exact = |i: usize| -> f64 {
+                let product = |p: usize| rounded(a[i / n * k + p]) * rounded(b[p * n + i % n]);
+                (0..k).map(product).sum()
+            };
+            let exact: Vec<f64> = (0..m * n).map(exact).collect();
+            let layouts = [
+                (MatRef::new(&a, m, k), MatRef::new(&bt, n, k).transposed()),
+                (MatRef::new(&at, k, m).transposed(), MatRef::new(&b, k, n)),
+            ];
+            for (a, b) in layouts {
+                for start in [Start::Zero, Start::Output, Start::Row(&row)] {
+                    let c = on_any_threads(|threads| {
+                        let mut c = earlier.clone();
+                        compute(simd, threads, 2.0, (a, b), start, MatMut::new(&mut c, m, n));
+                        c
+                    });
+                    let begin = |i: usize| match start {
+                        Start::Zero => 0.0,
+                        Start::Output => f64::from(earlier[i]),
+                        Start::Row(row) => f64::from(row[i % n]),
+                    };
+                    let expected: Vec<f64> =
+                        (0..m * n).map(|i| 2.0 * exact[i] + begin(i)).collect();
+                    assert_close(&c, &expected, 1e-4);
+                }
             }
         }
     }

@@ -42,6 +42,9 @@ const GROUP_ROWS: usize = GROUP * STRIP;
 /// Most panels of a block: they stay in a second-level cache of 1 MiB beside what else passes it.
 const MOST_PANELS: usize = 8;
 
+/// How far ahead of what is turned memory is prefetched.
+const SQUARES_AHEAD: usize = 4;
+
 /// Order of the pairs of a packed strip: the one that needs no transpose of the operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Order {
@@ -320,7 +323,7 @@ fn turn<W: Halves>(simd: Pairs, lines: MatRef<'_, W>, first: usize, out: &mut [u
         let mut pairs = [simd.wide.splat_f32x16(0.0); LANES];
         for (pairs, row) in pairs.iter_mut().zip(&rows) {
             for line in [0, LANES] {
-                prefetch(row, ks.start + 4 * PAIRED + line);
+                prefetch(row, ks.start + SQUARES_AHEAD * PAIRED + line);
             }
             *pairs = cast(along(simd, row.get(ks.clone()).unwrap_or_default()));
         }

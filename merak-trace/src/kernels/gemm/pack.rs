@@ -9,6 +9,9 @@ use super::prefetch::prefetch;
 use super::tile::DEPTH;
 use super::{Isa, Operand};
 
+/// How far ahead of what is turned memory is prefetched.
+const SQUARES_AHEAD: usize = 8;
+
 /// Elements between two rows of a strip: the depth and a cache line, so that rows do not fall into
 /// one set of the cache.
 pub(super) const ROW: usize = DEPTH + 16;
@@ -160,7 +163,7 @@ fn turn<S: Isa, T: Float, W: Operand<T>>(simd: S, x: MatRef<'_, W>, width: usize
         for square in 0..squares {
             let mut rows = [T::splat(simd, T::ZERO); 16];
             for (i, row) in rows[..lanes].iter_mut().enumerate() {
-                prefetch(band.row(i), (square + 8) * lanes);
+                prefetch(band.row(i), (square + SQUARES_AHEAD) * lanes);
                 *row = W::widen(simd, W::groups::<S>(&band.row(i)[square * lanes..])[0]);
             }
             turn_square::<S, T>(simd, &mut rows[..lanes]);

@@ -14,7 +14,7 @@ pub(super) fn prefetch<T>(slice: &[T], element: usize) {
     unsafe { _mm_prefetch::<_MM_HINT_T0>(slice.as_ptr().wrapping_add(element).cast()) };
 }
 
-/// Asks for the cache lines of a slice, as far as the second-level cache.
+/// Asks for the cache lines of a slice that begins with one, as far as the second-level cache.
 #[inline(always)]
 pub(super) fn prefetch_to_second_level<T>(slice: &[T]) {
     const CACHE_LINE: usize = 64;

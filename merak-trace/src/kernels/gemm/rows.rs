@@ -119,33 +119,42 @@ fn dot_columns<S: Isa, T: Float, W: Operand<T>, const N: usize>(
     let mut next: [&[W]; N] = array::from_fn(|j| column(first + col + N + j));
     let mut row = 0;
     while row < a.rows() {
-        let mut put = |row: usize, sums: [T; N]| {
-            let out = &mut out.row_mut(row)[col..col + N];
-            for (j, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
-                *out = sum.fma(alpha, begin(start, first + col + j, *out));
-            }
-        };
-        let mut put_all = |sums: &[[T; N]]| {
-            sums.iter()
-                .enumerate()
-                .for_each(|(i, sums)| put(row + i, *sums));
-            sums.len()
-        };
-        let rows = |i| a.row(row + i);
+        let (left, right) = ((a, row), (columns, next));
+        let out = (&mut *out, first, col);
         // As many rows as the registers hold sums for.
         row += match a.rows() - row {
             4.. if S::REGISTER_COUNT >= 32 => {
-                let rows = array::from_fn(rows);
-                put_all(&multiply::<S, T, W, 4, N>(simd, rows, columns, next))
+                dot_rows::<S, T, W, 4, N>(simd, alpha, left, right, start, out)
             }
-            2.. => {
-                let rows = array::from_fn(rows);
-                put_all(&multiply::<S, T, W, 2, N>(simd, rows, columns, next))
-            }
-            _ => put_all(&multiply::<S, T, W, 1, N>(simd, [rows(0)], columns, next)),
+            2.. => dot_rows::<S, T, W, 2, N>(simd, alpha, left, right, start, out),
+            _ => dot_rows::<S, T, W, 1, N>(simd, alpha, left, right, start, out),
         };
         next = columns;
     }
+}
+
+/// `R` rows from `row` on of `N` columns from `first + col` on; returns R.
+#[inline(always)]
+fn dot_rows<S: Isa, T: Float, W: Operand<T>, const R: usize, const N: usize>(
+    simd: S,
+    alpha: T,
+    (a, row): (MatRef<'_, T>, usize),
+    (columns, next): ([&[W]; N], [&[W]; N]),
+    start: Start<'_, T>,
+    (out, first, col): (&mut MatMut<'_, T>, usize, usize),
+) -> usize {
+    let rows = array::from_fn(
+        #[inline(always)]
+        |i| a.row(row + i),
+    );
+    let sums = multiply::<S, T, W, R, N>(simd, rows, columns, next);
+    for (i, sums) in sums.into_iter().enumerate() {
+        let out = &mut out.row_mut(row + i)[col..col + N];
+        for (j, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
+            *out = sum.fma(alpha, begin(start, first + col + j, *out));
+        }
+    }
+    R
 }
 
 /// The products of `R` rows with `N` columns: each has a register of sums, whose lanes are added in
@@ -180,18 +189,18 @@ fn multiply<S: Isa, T: Float, W: Operand<T>, const R: usize, const N: usize>(
             }
         }
     }
-    array::from_fn(|i| {
-        array::from_fn(|j| {
-            let mut total = T::ZERO;
+    let mut totals = [[T::ZERO; N]; R];
+    for (i, totals) in totals.iter_mut().enumerate() {
+        for (j, total) in totals.iter_mut().enumerate() {
             for &lane in bytemuck::cast_slice::<T::Register<S>, T>(&sums[i][j..=j]) {
-                total += lane;
+                *total += lane;
             }
             for k in whole * lanes..len {
-                total = rows[i][k].fma(columns[j][k].wide(), total);
+                *total = rows[i][k].fma(columns[j][k].wide(), *total);
             }
-            total
-        })
-    })
+        }
+    }
+    totals
 }
 
 /// `c = Σ a[:, k] b[k, :]`

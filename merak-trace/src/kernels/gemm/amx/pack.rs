@@ -33,6 +33,10 @@ const SIDE: usize = 16;
 /// Elements of a tile: pairs of bf16.
 const TILE: usize = SIDE * SIDE;
 
+/// How far ahead of what is packed memory is prefetched, along lines and across them.
+const GROUPS_AHEAD: usize = 4;
+const PANELS_AHEAD: usize = 2;
+
 /// Mask of the upper half of an f32, which is a bf16.
 const UPPER: u32 = 0xffff_0000;
 
@@ -207,7 +211,7 @@ fn along<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
                 |i| {
                     let row = rows[i].get(k.clone()).unwrap_or_default();
                     for line in [0, SIDE] {
-                        prefetch(rows[i], k.start + 4 * GROUP + line);
+                        prefetch(rows[i], k.start + GROUPS_AHEAD * GROUP + line);
                     }
                     match row.try_into() {
                         Ok(row) => simd.along(row, check),
@@ -250,7 +254,7 @@ fn across<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
                         let rows = S::pair(i).map(
                             #[inline(always)]
                             |k| {
-                                prefetch(rows[k], lines.start + 2 * LINES);
+                                prefetch(rows[k], lines.start + PANELS_AHEAD * LINES);
                                 rows[k].get(lines.clone()).unwrap_or_default()
                             },
                         );

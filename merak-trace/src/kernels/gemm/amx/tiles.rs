@@ -110,6 +110,12 @@ impl Tiles {
     ///
     /// If the units are not [`available`].
     pub(super) fn configure() -> Self {
+        #[cfg(test)]
+        if !available() {
+            return Self {
+                not_send: PhantomData,
+            };
+        }
         assert!(available(), "the caller asks for tiles where there are any");
         // SAFETY: the instruction exists, as was asserted, and the configuration is 64 bytes of
         // palette 1.
@@ -121,16 +127,36 @@ impl Tiles {
         }
     }
 
-    /// Multiplies a packed strip by a packed panel of rounded numbers, which have the same depth.
+    /// Multiplies a packed strip by a packed panel of the same depth: of split numbers, or of
+    /// rounded ones, which are a single part.
     ///
     /// # Panics
     ///
     /// If the operands differ in their number of groups, or one has a partial group.
+    #[inline(always)]
+    pub(super) fn multiply<const PARTS: usize>(
+        &self,
+        left: &[u32],
+        right: &[u32],
+        sums: &mut Sums,
+    ) {
+        #[cfg(test)]
+        if !available() {
+            return emulated::multiply::<PARTS>(left, right, sums);
+        }
+        if PARTS == 1 {
+            self.multiply_rounded(left, right, sums);
+        } else {
+            self.multiply_split(left, right, sums);
+        }
+    }
+
     #[expect(
         clippy::unused_self,
         reason = "holding it shows that the tiles are configured"
     )]
-    pub(super) fn multiply_rounded(&self, left: &[u32], right: &[u32], sums: &mut Sums) {
+    #[inline]
+    fn multiply_rounded(&self, left: &[u32], right: &[u32], sums: &mut Sums) {
         let groups = groups(left, right, 1);
         // SAFETY: the tiles are configured on this thread as long as `self` lives. The loop reads
         // `groups` times 2 KiB from both operands, which hold as much, and the last part writes the
@@ -166,19 +192,14 @@ impl Tiles {
         }
     }
 
-    /// Multiplies a packed strip by a packed panel of split numbers, which have the same depth.
-    ///
     /// The five smaller products of parts are summed first, while the sums are small, then the
     /// largest.
-    ///
-    /// # Panics
-    ///
-    /// If the operands differ in their number of groups, or one has a partial group.
     #[expect(
         clippy::unused_self,
         reason = "holding it shows that the tiles are configured"
     )]
-    pub(super) fn multiply(&self, left: &[u32], right: &[u32], sums: &mut Sums) {
+    #[inline]
+    fn multiply_split(&self, left: &[u32], right: &[u32], sums: &mut Sums) {
         let groups = groups(left, right, SPLIT);
         let bytes = size_of_val(left);
         // SAFETY: the tiles are configured on this thread as long as `self` lives. The loops read
@@ -261,7 +282,59 @@ fn groups(left: &[u32], right: &[u32], parts: usize) -> usize {
 
 impl Drop for Tiles {
     fn drop(&mut self) {
+        #[cfg(test)]
+        if !available() {
+            return;
+        }
         // SAFETY: tiles were configured, so the instruction exists; nothing uses them from here on.
         unsafe { asm!("tilerelease", options(nomem, nostack)) };
+    }
+}
+
+/// The units in software, for tests on processors without them.
+#[cfg(test)]
+mod emulated {
+    use super::*;
+
+    const SIDE: usize = LINES / 2;
+
+    /// Parts of the left and of the right operand, in the order in which their products are added.
+    const SMALLER: &[(usize, usize)] = &[(2, 0), (1, 0), (1, 1), (0, 1), (0, 2)];
+    const LARGEST: &[(usize, usize)] = &[(0, 0)];
+
+    pub(super) fn multiply<const PARTS: usize>(left: &[u32], right: &[u32], sums: &mut Sums) {
+        let groups = groups(left, right, PARTS);
+        let sums: &mut [[f32; LINES]; LINES] = bytemuck::cast_mut(&mut sums.0);
+        *sums = [[0.0; LINES]; LINES];
+        let rounds = [SMALLER, LARGEST];
+        for parts in &rounds[usize::from(PARTS == 1)..] {
+            for group in 0..groups {
+                let tiles = |operand, part| tiles::<PARTS>(operand, group, part);
+                for &(a, b) in *parts {
+                    add_tiles(tiles(left, a), tiles(right, b), sums);
+                }
+            }
+        }
+    }
+
+    /// Both tiles of a part of a group.
+    fn tiles<const PARTS: usize>(operand: &[u32], group: usize, part: usize) -> &[u32] {
+        let len = 2 * SIDE * SIDE;
+        &operand[group * group_len(PARTS) + part * len..][..len]
+    }
+
+    fn add_tiles(a: &[u32], b: &[u32], sums: &mut [[f32; LINES]; LINES]) {
+        let halves = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
+        for (a, sums) in a.chunks_exact(SIDE).zip(sums) {
+            for (b, sums) in b.chunks_exact(SIDE * SIDE).zip(sums.chunks_exact_mut(SIDE)) {
+                for (&a, b) in a.iter().zip(b.chunks_exact(SIDE)) {
+                    let [a0, a1] = halves(a);
+                    for (&b, sum) in b.iter().zip(&mut *sums) {
+                        let [b0, b1] = halves(b);
+                        *sum += a0 * b0 + a1 * b1;
+                    }
+                }
+            }
+        }
     }
 }
