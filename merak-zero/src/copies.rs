@@ -46,6 +46,7 @@ impl Copies {
         put_parts(values, to, parts);
         Ok(())
     }
+
     /// Multiplies all elements of an f32 buffer.
     pub(crate) fn multiply(
         &self,

@@ -87,6 +87,25 @@ impl<T> From<Write> for Start<'_, T> {
     }
 }
 
+/// The operands of each `depth` of k in turn, and what their product is added to.
+#[cfg(target_arch = "x86_64")]
+fn depths<'a, A, B, T>(
+    depth: usize,
+    (a, b): (MatRef<'a, A>, MatRef<'a, B>),
+    start: Start<'a, T>,
+) -> impl Iterator<Item = (MatRef<'a, A>, MatRef<'a, B>, Start<'a, T>)>
+where
+    A: Copy,
+    B: Copy,
+    T: Copy,
+{
+    (0..a.cols()).step_by(depth).map(move |k| {
+        let len = depth.min(a.cols() - k);
+        let start = if k == 0 { start } else { Start::Output };
+        (a.sub_cols(k, len), b.sub_rows(k, len), start)
+    })
+}
+
 impl<T> Start<'_, T> {
     /// The part for `cols` columns from `col`.
     fn columns(self, col: usize, cols: usize) -> Self {
@@ -392,20 +411,10 @@ fn check_shapes<A: Copy, B: Copy, C: Float>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{assert_close, noise, on_any_threads, to_f64};
+    use super::super::testing::{
+        assert_close, noise, on_any_threads, product_of, to_f64, transposed,
+    };
     use super::*;
-
-    fn naive(m: usize, k: usize, n: usize, a: &[f64], b: &[f64]) -> Vec<f64> {
-        (0..m * n)
-            .map(|i| (0..k).map(|p| a[i / n * k + p] * b[p * n + i % n]).sum())
-            .collect()
-    }
-
-    fn transpose(rows: usize, cols: usize, x: &[f32]) -> Vec<f32> {
-        (0..rows * cols)
-            .map(|i| x[i % rows * cols + i / rows])
-            .collect()
-    }
 
     #[test]
     fn products_of_odd_shapes_in_every_layout_match_the_definition() {
@@ -427,8 +436,8 @@ mod tests {
             (8, 500, 70),
         ] {
             let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
-            let (at, bt) = (transpose(m, k, &a), transpose(k, n, &b));
-            let expected = naive(m, k, n, &to_f64(&a), &to_f64(&b));
+            let (at, bt) = (transposed(m, k, &a), transposed(k, n, &b));
+            let expected = product_of((m, k, n), &to_f64(&a), &to_f64(&b));
             let twice_and_one: Vec<f64> = expected.iter().map(|x| 2.0 * x + 1.0).collect();
             for layout in 0..4 {
                 let a = if layout & 1 == 0 {

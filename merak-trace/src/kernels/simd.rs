@@ -44,11 +44,11 @@ pub(super) fn vectorize<R>(body: impl FnMut() -> R) -> R {
 /// The same for loops over `f64`, with no more than AVX2 on x86: they are for checks of gradients,
 /// and each instruction set takes room in a program.
 #[inline]
-pub(super) fn vectorize_wide<R>(mut body: impl FnMut() -> R) -> R {
+pub(super) fn vectorize_wide<R>(body: impl FnMut() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     return match pulp::x86::V3::try_new() {
         Some(simd) => simd.vectorize(Body(body)),
-        None => body(),
+        None => Body(body).call(),
     };
     #[cfg(not(target_arch = "x86_64"))]
     vectorize(body)

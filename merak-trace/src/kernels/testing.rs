@@ -18,6 +18,20 @@ pub(super) fn to_f64<T: Float>(x: &[T]) -> Vec<f64> {
     x.iter().map(|x| x.to_f64()).collect()
 }
 
+/// Transposes a matrix: `x: [rows, cols]`.
+pub(super) fn transposed<T: Copy>(rows: usize, cols: usize, x: &[T]) -> Vec<T> {
+    (0..rows * cols)
+        .map(|i| x[i % rows * cols + i / rows])
+        .collect()
+}
+
+/// A matrix product by its definition: `a: [m, k]`, `b: [k, n]`.
+pub(super) fn product_of((m, k, n): (usize, usize, usize), a: &[f64], b: &[f64]) -> Vec<f64> {
+    let product = |i: usize, p: usize| a[i / n * k + p] * b[p * n + i % n];
+    let element = |i| (0..k).map(|p| product(i, p)).sum();
+    (0..m * n).map(element).collect()
+}
+
 /// Every element within `tolerance` of the expected one, relative to it or to one.
 #[track_caller]
 pub(super) fn assert_close<T: Float>(actual: &[T], expected: &[f64], tolerance: f64) {

@@ -25,9 +25,9 @@ use std::ops::Range;
 use pulp::{f32x16, x86::V4};
 
 use super::super::{MatMut, MatRef, Threads, Units, simd::Body};
-use super::prefetch::prefetch_to_second_level;
+use super::prefetch::prefetch_tile;
 use super::tile::finish;
-use super::{Operand, Start, Write, gemm_inline};
+use super::{Operand, Start, Write, depths, gemm_inline};
 use pack::{GROUP, LINES, Layout, MAX_PANELS, Parts, group_len, pack};
 use tiles::{Sums, Tiles};
 
@@ -87,10 +87,7 @@ fn compute<W, S, const PARTS: usize>(
     S: Parts<f32, PARTS> + Parts<W, PARTS>,
 {
     let (height, width) = block_size::<PARTS>(a.rows(), b.cols(), threads.num_threads());
-    for k in (0..a.cols()).step_by(DEPTH) {
-        let depth = DEPTH.min(a.cols() - k);
-        let (a, b) = (a.sub_cols(k, depth), b.sub_rows(k, depth));
-        let start = if k == 0 { start } else { Start::Output };
+    for (a, b, start) in depths(DEPTH, (a, b), start) {
         let blocks = c.reborrow().row_blocks(height).enumerate();
         let blocks = blocks.flat_map(|(i, rows)| {
             let blocks = rows.col_blocks(width).enumerate();
@@ -98,6 +95,7 @@ fn compute<W, S, const PARTS: usize>(
         });
         with_shared_strips::<S, PARTS>(simd, threads, a, |shared| {
             threads.for_each(blocks, |(row, col, out)| {
+                let strips = shared.get(packed_len::<PARTS>(row, a.cols())..);
                 let block = Block::<W, S, PARTS> {
                     simd,
                     threads,
@@ -105,7 +103,7 @@ fn compute<W, S, const PARTS: usize>(
                     a: a.sub_rows(row, out.rows()),
                     b: b.sub_cols(col, out.cols()),
                     start: start.columns(col, out.cols()),
-                    shared: &shared[packed_len::<PARTS>(row, depth).min(shared.len())..],
+                    shared: strips.unwrap_or_default(),
                     out,
                 };
                 block.run();
@@ -223,7 +221,7 @@ where
                     let cols = j * LINES..out.cols().min((j + 1) * LINES);
                     let start = self.start.columns(cols.start, cols.len());
                     if finite && finite_panel {
-                        prefetch_tile(&mut out, &cols);
+                        prefetch_tile(&mut out, 0..a.rows(), &cols);
                         tiles.multiply::<PARTS>(strip, panel, &mut sums);
                         write_tile(simd.wide(), alpha, &sums, start, (&mut out, cols));
                     } else {
@@ -235,14 +233,6 @@ where
                 }
             }
         }
-    }
-}
-
-/// Brings a tile of the output closer while its sums are computed.
-#[inline(always)]
-fn prefetch_tile(out: &mut MatMut<'_, f32>, cols: &Range<usize>) {
-    for row in 0..out.rows() {
-        prefetch_to_second_level(&out.row_mut(row)[cols.clone()]);
     }
 }
 
@@ -320,20 +310,23 @@ fn multiply_in_f32(
 mod tests {
     use half::bf16;
 
-    use super::super::super::testing::{assert_close, noise, on_any_threads, to_f64};
+    use super::super::super::testing::{
+        assert_close, noise, on_any_threads, product_of, to_f64, transposed,
+    };
     use super::super::{STRIP, blocked, pairs::Pairs};
     use super::*;
 
     const SHAPE: (usize, usize, usize) = (150, 1100, 330);
 
-    /// The unit that computes a product.
+    /// What computes a product.
     #[derive(Clone, Copy)]
     enum By {
-        MatrixUnits,
+        SplitTiles,
+        RoundedTiles,
         MultiplyAdds,
     }
 
-    /// The product, or nothing on a processor without AVX-512.
+    /// The product, or nothing on a processor without the instructions.
     fn run(by: By, threads: &Threads, a: &[f32], b: &[f32]) -> Option<Vec<f32>> {
         let (m, k, n) = SHAPE;
         let simd = V4::try_new()?;
@@ -341,8 +334,12 @@ mod tests {
         let operands = (MatRef::new(a, m, k), MatRef::new(b, k, n));
         let out = MatMut::new(&mut c, m, n);
         match by {
-            By::MatrixUnits => {
+            By::SplitTiles => {
                 compute::<_, _, SPLIT>(simd, threads, 1.0, operands, Start::Zero, out);
+            }
+            By::RoundedTiles => {
+                let simd = Pairs::try_new()?;
+                compute::<_, _, 1>(simd, threads, 1.0, operands, Start::Zero, out);
             }
             By::MultiplyAdds => {
                 blocked::product::<_, _, _, STRIP>(simd, threads, 1.0, operands, Start::Zero, out);
@@ -360,20 +357,13 @@ mod tests {
     fn products_of_split_operands_are_as_exact_as_those_of_f32() {
         let (m, k, n) = SHAPE;
         let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
-        let (wide_a, wide_b) = (to_f64(&a), to_f64(&b));
-        let exact: Vec<f64> = (0..m * n)
-            .map(|i| {
-                (0..k)
-                    .map(|p| wide_a[i / n * k + p] * wide_b[p * n + i % n])
-                    .sum()
-            })
-            .collect();
+        let exact = product_of((m, k, n), &to_f64(&a), &to_f64(&b));
         let error = |by| {
             let c = run(by, &Threads::one(), &a, &b)?;
             let errors = c.iter().zip(&exact);
             Some(root_mean_square(errors.map(|(&c, x)| f64::from(c) - x)))
         };
-        let (Some(split), Some(plain)) = (error(By::MatrixUnits), error(By::MultiplyAdds)) else {
+        let (Some(split), Some(plain)) = (error(By::SplitTiles), error(By::MultiplyAdds)) else {
             return eprintln!("skipped: no AVX-512");
         };
         assert!(split < 1.2 * plain, "{split:e} against {plain:e}");
@@ -384,20 +374,13 @@ mod tests {
         let Some(simd) = Pairs::try_new() else {
             return eprintln!("skipped: no AVX-512-BF16");
         };
-        let turned = |rows: usize, cols: usize, x: &[f32]| -> Vec<f32> {
-            let at = |i: usize| x[i % rows * cols + i / rows];
-            (0..rows * cols).map(at).collect()
-        };
-        let rounded = |x: f32| f64::from(bf16::from_f32(x).to_f32());
+        let rounded = |x: &f32| f64::from(bf16::from_f32(*x).to_f32());
+        let rounded = |x: &[f32]| -> Vec<f64> { x.iter().map(rounded).collect() };
         for (m, k, n) in [(48, 32, 32), SHAPE, (33, 513, 1590), (291, 40, 32)] {
             let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
-            let (at, bt) = (turned(m, k, &a), turned(k, n, &b));
+            let (at, bt) = (transposed(m, k, &a), transposed(k, n, &b));
             let (row, earlier) = (noise::<f32>(3, n), noise::<f32>(4, m * n));
-            let exact = |i: usize| -> f64 {
-                let product = |p: usize| rounded(a[i / n * k + p]) * rounded(b[p * n + i % n]);
-                (0..k).map(product).sum()
-            };
-            let exact: Vec<f64> = (0..m * n).map(exact).collect();
+            let exact = product_of((m, k, n), &rounded(&a), &rounded(&b));
             let layouts = [
                 (MatRef::new(&a, m, k), MatRef::new(&bt, n, k).transposed()),
                 (MatRef::new(&at, k, m).transposed(), MatRef::new(&b, k, n)),
@@ -429,22 +412,24 @@ mod tests {
         a[40 * k + 700] = f32::INFINITY;
         a[149 * k] = f32::NAN;
         b[20 * n + 329] = f32::NEG_INFINITY;
-        let c = on_any_threads(|threads| run(By::MatrixUnits, threads, &a, &b).unwrap_or_default());
-        for (i, c) in c.into_iter().enumerate() {
-            let (row, col) = (i / n, i % n);
-            let sign = |x: f32| x.signum() * f32::INFINITY;
-            let expected = match (row, col) {
-                (149, _) => f32::NAN,
-                (40, 329) => sign(b[700 * n + col]) + sign(-a[row * k + 20]),
-                (40, _) => sign(b[700 * n + col]),
-                (_, 329) => sign(-a[row * k + 20]),
-                _ => {
-                    assert!(c.is_finite(), "{c} at ({row}, {col})");
-                    continue;
-                }
-            };
-            let same = c == expected || c.is_nan() && expected.is_nan();
-            assert!(same, "{c} instead of {expected} at ({row}, {col})");
+        for by in [By::SplitTiles, By::RoundedTiles] {
+            let c = on_any_threads(|threads| run(by, threads, &a, &b).unwrap_or_default());
+            for (i, c) in c.into_iter().enumerate() {
+                let (row, col) = (i / n, i % n);
+                let sign = |x: f32| x.signum() * f32::INFINITY;
+                let expected = match (row, col) {
+                    (149, _) => f32::NAN,
+                    (40, 329) => sign(b[700 * n + col]) + sign(-a[row * k + 20]),
+                    (40, _) => sign(b[700 * n + col]),
+                    (_, 329) => sign(-a[row * k + 20]),
+                    _ => {
+                        assert!(c.is_finite(), "{c} at ({row}, {col})");
+                        continue;
+                    }
+                };
+                let same = c == expected || c.is_nan() && expected.is_nan();
+                assert!(same, "{c} instead of {expected} at ({row}, {col})");
+            }
         }
     }
 }

@@ -17,9 +17,9 @@ use std::ops::Range;
 
 use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
 use super::pack::{Order, ROW, pack_left, pack_right};
-use super::prefetch::prefetch_to_second_level;
+use super::prefetch::prefetch_tile;
 use super::tile::{DEPTH, finish, multiply};
-use super::{Isa, Lanes, Operand, Start};
+use super::{Isa, Lanes, Operand, Start, depths};
 
 /// Whether packing pays: an operand is copied once and used once per row or column of the other.
 pub(super) fn pays(m: usize, k: usize, n: usize) -> bool {
@@ -37,10 +37,8 @@ pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
 ) {
     let width = columns::<S, T>();
     let block_width = width * block_panels::<S>(b.cols().div_ceil(width), threads.num_threads());
-    for k in (0..a.cols()).step_by(DEPTH) {
-        let depth = DEPTH.min(a.cols() - k);
-        let (a, b) = (a.sub_cols(k, depth), b.sub_rows(k, depth));
-        let start = if k == 0 { start } else { Start::Output };
+    for (a, b, start) in depths(DEPTH, (a, b), start) {
+        let depth = a.cols();
         let order = Order::of(&a);
         threads.with_scratch(a.rows().div_ceil(STRIP) * STRIP * ROW, |strips| {
             pack_left::<T, STRIP>(threads, a, strips);
@@ -135,9 +133,7 @@ impl<S: Isa, T: Float, const STRIP: usize> Tile<'_, S, T, STRIP> {
     #[inline(always)]
     fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
         while row + R <= self.out.rows() {
-            for i in 0..R {
-                prefetch_to_second_level(&self.out.row_mut(row + i)[self.cols.clone()]);
-            }
+            prefetch_tile(&mut self.out, row..row + R, &self.cols);
             let strip = &self.strip[self.order.offset(row)..];
             let sums = multiply::<S, T, STRIP, R>(self.simd, self.order, strip, self.panel);
             for (i, sums) in sums.iter().enumerate() {

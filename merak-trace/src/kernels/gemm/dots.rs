@@ -15,12 +15,12 @@ use std::ops::Range;
 use pulp::{NullaryFnOnce, cast, f32x16, u32x16, x86::V4};
 
 use super::super::{MatMut, MatRef, Threads};
-use super::Start;
 use super::halves::Halves;
 use super::pack::turn_square;
 use super::pairs::{PAIRED, Pairs};
-use super::prefetch::{prefetch, prefetch_to_second_level};
+use super::prefetch::{prefetch_ahead, prefetch_tile};
 use super::tile::{STRIP, finish};
+use super::{Start, depths};
 
 /// Elements along k that are multiplied before the sums are written.
 const DEPTH: usize = 1024;
@@ -41,9 +41,6 @@ const GROUP_ROWS: usize = GROUP * STRIP;
 
 /// Most panels of a block: they stay in a second-level cache of 1 MiB beside what else passes it.
 const MOST_PANELS: usize = 8;
-
-/// How far ahead of what is turned memory is prefetched.
-const SQUARES_AHEAD: usize = 4;
 
 /// Order of the pairs of a packed strip: the one that needs no transpose of the operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,11 +66,8 @@ pub(super) fn product<A: Halves, W: Halves>(
     } else {
         Order::Columns
     };
-    for k in (0..a.cols()).step_by(DEPTH) {
-        let depth = DEPTH.min(a.cols() - k);
-        let pairs = depth.div_ceil(2);
-        let (a, b) = (a.sub_cols(k, depth), b.sub_rows(k, depth));
-        let start = if k == 0 { start } else { Start::Output };
+    for (a, b, start) in depths(DEPTH, (a, b), start) {
+        let pairs = a.cols().div_ceil(2);
         threads.with_scratch(a.rows().div_ceil(STRIP) * STRIP * ROW, |strips| {
             let groups = strips.chunks_mut(GROUP * STRIP * ROW).enumerate();
             threads.for_each(groups, |(i, out)| {
@@ -235,10 +229,8 @@ impl Tile<'_> {
     #[inline(always)]
     fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
         while row + R <= self.rows {
-            for i in 0..R {
-                let out = &self.out.row_mut(self.first + row + i)[self.cols.clone()];
-                prefetch_to_second_level(out);
-            }
+            let first = self.first + row;
+            prefetch_tile(&mut self.out, first..first + R, &self.cols);
             let (panel, _) = pulp::as_arrays::<WIDTH, _>(self.panel);
             let panel = &panel[..panel.len().min(DEPTH / 2)];
             let sums: [_; R] = match self.order {
@@ -254,7 +246,7 @@ impl Tile<'_> {
                 }
             };
             for (i, sums) in sums.iter().enumerate() {
-                let out = &mut self.out.row_mut(self.first + row + i)[self.cols.clone()];
+                let out = &mut self.out.row_mut(first + i)[self.cols.clone()];
                 finish::<V4, f32>(self.simd.wide, self.alpha, sums, self.start, out);
             }
             row += R;
@@ -323,7 +315,7 @@ fn turn<W: Halves>(simd: Pairs, lines: MatRef<'_, W>, first: usize, out: &mut [u
         let mut pairs = [simd.wide.splat_f32x16(0.0); LANES];
         for (pairs, row) in pairs.iter_mut().zip(&rows) {
             for line in [0, LANES] {
-                prefetch(row, ks.start + SQUARES_AHEAD * PAIRED + line);
+                prefetch_ahead(row, ks.start + line);
             }
             *pairs = cast(along(simd, row.get(ks.clone()).unwrap_or_default()));
         }

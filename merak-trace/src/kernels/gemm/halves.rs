@@ -202,7 +202,9 @@ fn product_of_copies<W: Halves>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::testing::{assert_close, noise, on_any_threads, to_f64};
+    use super::super::super::testing::{
+        assert_close, noise, on_any_threads, product_of, to_f64, transposed,
+    };
     use super::super::gemm_of_halves;
     use super::*;
     use crate::kernels::Units;
@@ -213,17 +215,9 @@ mod tests {
         x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect()
     }
 
-    fn naive((m, k, n): (usize, usize, usize), a: &[f32], b: &[f32]) -> Vec<f64> {
-        let (a, b) = (to_f64(&rounded_all(a)), to_f64(&rounded_all(b)));
-        (0..m * n)
-            .map(|i| (0..k).map(|p| a[i / n * k + p] * b[p * n + i % n]).sum())
-            .collect()
-    }
-
-    fn transpose<T: Copy>(rows: usize, cols: usize, x: &[T]) -> Vec<T> {
-        (0..rows * cols)
-            .map(|i| x[i % rows * cols + i / rows])
-            .collect()
+    fn naive(shape: (usize, usize, usize), a: &[f32], b: &[f32]) -> Vec<f64> {
+        let [a, b] = [a, b].map(|x| to_f64(&rounded_all(x)));
+        product_of(shape, &a, &b)
     }
 
     /// A matrix and its elements in both orders of memory.
@@ -254,9 +248,9 @@ mod tests {
             (260, 75, 300),
         ] {
             let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
-            let (at, bt) = (transpose(m, k, &a), transpose(k, n, &b));
+            let (at, bt) = (transposed(m, k, &a), transposed(k, n, &b));
             let narrow_b: Vec<_> = b.iter().map(|&x| bf16::from_f32(x)).collect();
-            let narrow_bt = transpose(k, n, &narrow_b);
+            let narrow_bt = transposed(k, n, &narrow_b);
             let expected = naive((m, k, n), &a, &b);
             let bias = noise::<f32>(3, n);
             let biased: Vec<f64> = (0..m * n)

@@ -5,12 +5,9 @@
 )]
 
 use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
-use super::prefetch::prefetch;
+use super::prefetch::prefetch_ahead;
 use super::tile::DEPTH;
 use super::{Isa, Operand};
-
-/// How far ahead of what is turned memory is prefetched.
-const SQUARES_AHEAD: usize = 8;
 
 /// Elements between two rows of a strip: the depth and a cache line, so that rows do not fall into
 /// one set of the cache.
@@ -163,7 +160,7 @@ fn turn<S: Isa, T: Float, W: Operand<T>>(simd: S, x: MatRef<'_, W>, width: usize
         for square in 0..squares {
             let mut rows = [T::splat(simd, T::ZERO); 16];
             for (i, row) in rows[..lanes].iter_mut().enumerate() {
-                prefetch(band.row(i), (square + SQUARES_AHEAD) * lanes);
+                prefetch_ahead(band.row(i), square * lanes);
                 *row = W::widen(simd, W::groups::<S>(&band.row(i)[square * lanes..])[0]);
             }
             turn_square::<S, T>(simd, &mut rows[..lanes]);

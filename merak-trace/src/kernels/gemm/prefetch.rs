@@ -1,11 +1,19 @@
-//! Hints that bring memory closer before it is read.
+//! Hints that bring memory closer before it is read or written.
 #![expect(
     clippy::inline_always,
     reason = "a hint that is called costs more than it brings"
 )]
 #![expect(unsafe_code, reason = "a hint to the processor's caches")]
 
-use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+use std::{
+    arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch},
+    ops::Range,
+};
+
+use super::super::{Float, MatMut};
+
+/// Bytes along a line between what is packed and what is asked for meanwhile.
+const AHEAD: usize = 512;
 
 /// Asks for the cache line where an element of a slice would lie, which may be past its end.
 #[inline(always)]
@@ -14,12 +22,24 @@ pub(super) fn prefetch<T>(slice: &[T], element: usize) {
     unsafe { _mm_prefetch::<_MM_HINT_T0>(slice.as_ptr().wrapping_add(element).cast()) };
 }
 
-/// Asks for the cache lines of a slice that begins with one, as far as the second-level cache.
+/// Asks for the cache line that a loop along a line reads some time after an element.
 #[inline(always)]
-pub(super) fn prefetch_to_second_level<T>(slice: &[T]) {
+pub(super) fn prefetch_ahead<T>(line: &[T], element: usize) {
+    prefetch(line, element + AHEAD / size_of::<T>());
+}
+
+/// Asks for a tile of an output, as far as the second-level cache, while its sums are computed.
+#[inline(always)]
+pub(super) fn prefetch_tile<T: Float>(
+    out: &mut MatMut<'_, T>,
+    rows: Range<usize>,
+    cols: &Range<usize>,
+) {
     const CACHE_LINE: usize = 64;
-    for line in slice.chunks(CACHE_LINE / size_of::<T>()) {
-        // SAFETY: a prefetch reads nothing that the program sees, whatever the address is.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
+    for row in rows {
+        for line in out.row_mut(row)[cols.clone()].chunks(CACHE_LINE / size_of::<T>()) {
+            // SAFETY: a prefetch reads nothing that the program sees, whatever the address is.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
+        }
     }
 }

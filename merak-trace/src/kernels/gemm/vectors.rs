@@ -57,7 +57,7 @@ impl Vectors {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::testing::{assert_close, noise, on_any_threads};
+    use super::super::super::testing::{assert_close, noise, on_any_threads, transposed};
     use super::*;
 
     #[test]
@@ -71,7 +71,7 @@ mod tests {
                 wide.map(bf16::from_f32).collect()
             };
             let (a, b) = (numbers(1, m * k), numbers(2, k * n));
-            let turned: Vec<_> = (0..m * k).map(|i| a[i % m * k + i / m]).collect();
+            let turned = transposed(m, k, &a);
             let product = |a: usize, b: &dyn Fn(usize) -> f64| -> f64 {
                 (0..k)
                     .map(|p| f64::from(turned[p * m + a].to_f32()) * b(p))

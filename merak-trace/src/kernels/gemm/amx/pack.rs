@@ -11,7 +11,13 @@ use bytemuck::Pod;
 use pulp::{NullaryFnOnce, Simd, cast, f32x16, u32x16, x86::V4};
 
 use super::super::super::MatRef;
-use super::super::{Operand, halves::Halves, pack::turn_square, pairs::Pairs, prefetch::prefetch};
+use super::super::{
+    Operand,
+    halves::Halves,
+    pack::turn_square,
+    pairs::Pairs,
+    prefetch::{prefetch, prefetch_ahead},
+};
 
 /// Rows of a left operand, or columns of a right one, that are multiplied together: two tiles.
 pub(super) const LINES: usize = 2 * SIDE;
@@ -33,8 +39,7 @@ const SIDE: usize = 16;
 /// Elements of a tile: pairs of bf16.
 const TILE: usize = SIDE * SIDE;
 
-/// How far ahead of what is packed memory is prefetched, along lines and across them.
-const GROUPS_AHEAD: usize = 4;
+/// Panels between what is packed across lines and what is asked for meanwhile.
 const PANELS_AHEAD: usize = 2;
 
 /// Mask of the upper half of an f32, which is a bf16.
@@ -211,7 +216,7 @@ fn along<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
                 |i| {
                     let row = rows[i].get(k.clone()).unwrap_or_default();
                     for line in [0, SIDE] {
-                        prefetch(rows[i], k.start + GROUPS_AHEAD * GROUP + line);
+                        prefetch_ahead(rows[i], k.start + line);
                     }
                     match row.try_into() {
                         Ok(row) => simd.along(row, check),
