@@ -35,9 +35,10 @@ pub fn key_help(columns: Option<usize>) -> String {
 pub fn key_page() -> String {
     let mut text = String::from(
         "# Keys of a configuration\n\n\
-         Printed by `merak config --help-keys` and kept the same by a test. A file (TOML, YAML, JSON), the environment \
-         (`MERAK_TP`, `MERAK_DATA__PATH`) and the\ncommand line (`--tp 2`, `--data.path DIR`, `--set tp=2`, with dashes \
-         or underscores) set them, the later winning.\n",
+         `merak config --help-keys` prints the same keys; a test keeps this page equal to the code. A file (TOML, YAML, \
+         JSON), the environment\n(`MERAK_TP`, `MERAK_DATA__PATH`) and the command line (`--tp 2`, `--data.path DIR`, \
+         `--set tp=2`, with dashes or underscores) set them, the later\nwinning. \
+         [The README](../README.md#configuration) says what relative paths are relative to.\n",
     );
     let mut section = None;
     for key in keys() {
