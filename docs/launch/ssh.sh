@@ -7,12 +7,13 @@ set -u
 read -ra hosts <<<"${HOSTS:?the hosts, parted by blanks}"
 each=${RANKS_PER_HOST:-1}
 
-# Variables as torchrun sets them; rank 0 is on the first host.
+# Variables as torchrun sets them; rank 0 is on the first host. A second start goes on from the last
+# checkpoint.
 pids=()
 for ((rank = 0; rank < ${#hosts[@]} * each; rank++)); do
     line="cd $(printf %q "$PWD") && RANK=$rank WORLD_SIZE=$((${#hosts[@]} * each)) \
 LOCAL_RANK=$((rank % each)) LOCAL_WORLD_SIZE=$each \
-MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-29500} exec merak train $(printf '%q ' "$@")"
+MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-29500} exec merak train $(printf '%q ' "$@")--resume auto"
     ${REMOTE:-ssh -tt} "${hosts[rank / each]}" "$line" </dev/null &
     pids+=($!)
 done
