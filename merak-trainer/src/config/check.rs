@@ -15,7 +15,7 @@ use super::{
     checked::CheckedArguments,
     choice::{BackendChoice, CostSource, DataFormat, Device, Offload, RecomputeMode, ReportTo},
     keys::{MerakArguments, SHUFFLE_BUFFER, VALIDATION_FRACTION, keys},
-    numbers::Ratios,
+    numbers::{Ratios, SeqLength},
     range::Number,
     setting::Setting,
     sources::TokenizerSource,
@@ -153,14 +153,18 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 fn check_sequence(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let of_tensor = if a.sequence_parallel { a.tp } else { 1 };
     let ranks = of_tensor * a.sp;
-    let lengths = a.seq_length;
-    let lengths = lengths.map(|lengths| [Some(lengths.input), lengths.target]);
-    let mut lengths = lengths.into_iter().flatten().flatten();
-    let Some(length) = lengths.find(|length| !length.is_multiple_of(ranks)) else {
+    let is_divided = |length: usize| length.is_multiple_of(ranks);
+    let odd = a
+        .seq_length
+        .filter(|lengths| !is_divided(lengths.input) || !lengths.target.is_none_or(is_divided));
+    let Some(lengths) = odd else {
         return Ok(());
     };
-    // A model that takes the length takes shorter ones.
-    let such = ranks * (length / ranks).max(1);
+    // A model that takes an input takes a shorter one. A target keeps its tokens in a longer one.
+    let such = SeqLength {
+        input: ranks * (lengths.input / ranks).max(1),
+        target: lengths.target.map(|length| length.next_multiple_of(ranks)),
+    };
     let what = match (of_tensor, a.sp) {
         (tp, 1) => format!("\"tp\", which is {tp}, while \"sequence_parallel\" is true"),
         (1, sp) => format!("\"sp\", which is {sp}"),
@@ -169,8 +173,13 @@ fn check_sequence(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             tp * sp
         ),
     };
-    let expected = format_args!("a multiple of {what}, such as {such}");
-    checker.require(false, "seq_length", length, expected)
+    let multiple = match lengths.target {
+        None => "a multiple",
+        Some(_) => "multiples",
+    };
+    let [found, such] = [lengths, such].map(|lengths| lengths.to_value());
+    let expected = format_args!("{multiple} of {what}, such as {such}");
+    checker.require(false, "seq_length", found, expected)
 }
 
 fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {

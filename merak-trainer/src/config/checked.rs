@@ -123,7 +123,7 @@ impl CheckedArguments {
         arguments.seq_length = Some(lengths);
         Ok(Self {
             host: self.host,
-            ..arguments.check_to_plan("set in code")?
+            ..arguments.check_to_plan("from the data and the model")?
         })
     }
 

@@ -147,6 +147,7 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(message(load_file("merak.toml", "\ntp = 0\n")), @r#""tp" is 0 (merak.toml:2), but must be at least 1"#);
     assert_snapshot!(message(load_line("--init_method_std 0")), @r#""init_method_std" is 0 (command line --init_method_std), but must be more than 0"#);
     assert_snapshot!(message(load_line("--num_heads 6 --tp 4")), @r#""num_heads" is 6 (command line --num_heads), but must be a multiple of "tp", which is 4"#);
+    assert_snapshot!(message(load_line("--seq_length 16,5 --sp 2")), @r#""seq_length" is [16,5] (command line --seq_length), but must be multiples of "sp", which is 2, such as [16,6]"#);
     assert_snapshot!(message(load_line("--shard_count 2 --pp 4")), @r#""shard_count" is 2 (command line --shard_count), but must be at least "pp", which is 4"#);
     assert_snapshot!(message(load_line("--gradient_predivide_factor 2")), @r#""gradient_predivide_factor" is 2 (command line --gradient_predivide_factor), but must be 1 unless "prescale_gradients" is true"#);
     assert_snapshot!(message(load_line("--gradient_predivide_factor 2 --prescale_gradients")), @"no error");
