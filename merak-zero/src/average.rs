@@ -9,13 +9,13 @@ pub const EMA: &str = "ema";
 /// Where adjacent elements lie: among the parameters, and among the averages.
 pub(crate) type Place = [Range<usize>; 2];
 
-/// Checks the decay of averages, if there are any.
+/// Checks the decay of averages, if there are any. One that rounds to 1 keeps all, for ever.
 pub(crate) fn check(decay: Option<f64>) -> Result<()> {
     match decay {
-        Some(decay) if !(0.0..1.0).contains(&decay) => Err(Error::out_of_range(
+        Some(decay) if !(decay >= 0.0 && (decay as f32) < 1.0) => Err(Error::out_of_range(
             "ema_decay",
             decay,
-            "at least 0 and less than 1",
+            "at least 0 and less than 1, also when rounded to f32",
         )),
         _ => Ok(()),
     }
@@ -138,13 +138,14 @@ mod tests {
 
     #[test]
     fn a_decay_that_keeps_all_or_is_no_share_is_refused() {
-        for decay in [None, Some(0.0), Some(0.999)] {
+        for decay in [None, Some(0.0), Some(0.999), Some(0.999_999_9)] {
             check(decay).unwrap();
         }
-        for decay in [1.0, -0.1, f64::NAN] {
+        // As f32 the second one is 1, so an average would never move.
+        for decay in [1.0, 0.999_999_99, -0.1, f64::NAN] {
             let text = check(Some(decay)).unwrap_err().to_string();
-            let expected = format!("`ema_decay` is {decay}, expected at least 0 and less than 1");
-            assert_eq!(text, expected);
+            let expected = "at least 0 and less than 1, also when rounded to f32";
+            assert_eq!(text, format!("`ema_decay` is {decay}, expected {expected}"));
         }
     }
 }

@@ -132,7 +132,8 @@ impl Default for OptimizerConfig {
 }
 
 impl OptimizerConfig {
-    /// The smallest epsilon and threshold: anything smaller may be 0 in `f32`.
+    /// The smallest epsilon, threshold and momentum of SGD that is not 0: anything smaller may be 0
+    /// in `f32`.
     pub const MIN_POSITIVE: f64 = 1e-37;
 
     /// Upper bound on the repetitions of Muon's polynomial: each costs three products of matrices.
@@ -154,13 +155,17 @@ impl OptimizerConfig {
         let none_or_positive: Range = ("0, or a finite number of at least 1e-37", |x| {
             x == 0.0 || x >= Self::MIN_POSITIVE && x.is_finite()
         });
+        // It decides in f64 whether there is state, and in f32 whether a step takes it.
+        let none_or_share: Range = ("0, or at least 1e-37 and less than 1", |x| {
+            x == 0.0 || (Self::MIN_POSITIVE..1.0).contains(&x)
+        });
         let negative: Range = ("a finite number below 0", |x| x < 0.0 && x.is_finite());
         let ranges = [
             ("weight_decay", self.weight_decay, not_negative),
             ("adam_beta1", self.adam_beta1, unit),
             ("adam_beta2", self.adam_beta2, unit),
             ("adam_epsilon", self.adam_epsilon, none_or_positive),
-            ("sgd_momentum", self.sgd_momentum, unit),
+            ("sgd_momentum", self.sgd_momentum, none_or_share),
             ("lion_beta1", self.lion_beta1, unit),
             ("lion_beta2", self.lion_beta2, unit),
             ("adafactor_decay_rate", self.adafactor_decay_rate, negative),

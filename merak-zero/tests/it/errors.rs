@@ -135,6 +135,26 @@ fn an_epsilon_that_f32_rounds_to_0_is_refused() {
 }
 
 #[test]
+fn a_momentum_that_f32_rounds_to_0_is_refused() {
+    let check = |sgd_momentum| {
+        let config = OptimizerConfig {
+            optim: OptimizerKind::Sgd,
+            sgd_momentum,
+            ..OptimizerConfig::default()
+        };
+        config.validate()
+    };
+    for momentum in [1e-46, 1.0] {
+        let told = message(check(momentum));
+        let expected = ", expected 0, or at least 1e-37 and less than 1";
+        assert!(told.ends_with(expected), "{told}");
+    }
+    for momentum in [0.0, OptimizerConfig::MIN_POSITIVE, 0.9] {
+        assert!(check(momentum).is_ok(), "{momentum}");
+    }
+}
+
+#[test]
 fn parameters_that_do_not_fit_the_model_are_named() {
     world(1, |member| {
         let build = |specs: Vec<ParamSpec>| {
