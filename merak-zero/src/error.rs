@@ -77,6 +77,14 @@ pub enum Error {
         /// Number of local elements in the table.
         expected: usize,
     },
+    /// A parameter that is to be a hidden matrix has another number of dimensions.
+    #[error("parameter `{param}` has shape {shape:?}, expected two dimensions for a hidden matrix")]
+    NoMatrix {
+        /// Name of the parameter.
+        param: String,
+        /// Shape of the local tensor.
+        shape: Vec<usize>,
+    },
     /// One rank lists a parameter twice.
     #[error("parameter `{param}` is listed twice on one rank")]
     DuplicateParam {

@@ -138,7 +138,7 @@ impl ParamSpec {
         self
     }
 
-    /// Says that Muon makes orthogonal steps of the parameter.
+    /// Says that Muon makes orthogonal steps of the parameter, which has two dimensions.
     #[must_use]
     pub fn as_hidden_matrix(mut self) -> Self {
         self.hidden_matrix = true;
@@ -249,7 +249,7 @@ impl GlobalParams {
         (0..self.len()).map(|index| self.blocks_of(index))
     }
 
-    /// Checks that a rank's parameter is the one in the table.
+    /// Checks that a rank's parameter is the one in the table, and a matrix if it is to be one.
     pub(crate) fn check(&self, spec: &ParamSpec) -> Result<()> {
         let Some(entry) = self.entries.get(spec.global_index) else {
             return Err(Error::UnknownParam {
@@ -265,6 +265,12 @@ impl GlobalParams {
                 index: spec.global_index,
                 expected_param: entry.name.clone(),
                 expected: entry.local_numel,
+            });
+        }
+        if spec.hidden_matrix && spec.shape.len() != 2 {
+            return Err(Error::NoMatrix {
+                param: spec.name.clone(),
+                shape: spec.shape.clone(),
             });
         }
         Ok(())

@@ -183,6 +183,15 @@ fn parameters_that_do_not_fit_the_model_are_named() {
             build(vec![ParamSpec::new("a", &[4], 0)]),
             "parameter `a` with 4 elements does not match entry 0 of the model, `a` with 6 elements"
         );
+        let hidden = |shape: &[usize]| ParamSpec::new("a", shape, 0).as_hidden_matrix();
+        assert_eq!(
+            build(vec![hidden(&[1, 2, 3])]),
+            "parameter `a` has shape [1, 2, 3], expected two dimensions for a hidden matrix"
+        );
+        assert_eq!(
+            build(vec![hidden(&[6])]),
+            "parameter `a` has shape [6], expected two dimensions for a hidden matrix"
+        );
     });
 }
 
