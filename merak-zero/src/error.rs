@@ -155,6 +155,14 @@ pub enum Error {
         "the state of an optimizer lies on a device or in files: choose `on_device` or `on_disk`"
     )]
     TwoPlaces,
+    /// A rule of another program came when the state had its place already.
+    #[error(
+        "the rule `{rule}` comes when the state lies on a device or in files already: call `with_rule` before `on_device` and `on_disk`"
+    )]
+    LateRule {
+        /// Name of the rule.
+        rule: String,
+    },
     /// The device on which the optimizer steps failed.
     #[error("the device failed at the {what}")]
     Device {

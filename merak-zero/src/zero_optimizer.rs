@@ -149,9 +149,15 @@ impl ZeroOptimizer {
     /// before [`ZeroOptimizer::on_device`], which then changes nothing.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`](crate::Error::OutOfRange) when its names of state cannot be used.
+    /// [`Error::OutOfRange`](crate::Error::OutOfRange) when its names of state cannot be used;
+    /// [`Error::LateRule`](crate::Error::LateRule) where the state is on a device or in files.
     pub fn with_rule(mut self, rule: Arc<dyn UpdateRule>) -> Result<Self> {
         update_rule::check(&*rule)?;
+        if !matches!(self.room, Room::Memory) {
+            return Err(crate::Error::LateRule {
+                rule: rule.name().to_owned(),
+            });
+        }
         let names = rule.state_names();
         let kinds = |_: &ParamSpec| names.iter().map(|name| StateKind::of(name)).collect();
         let blocks = self.state.blocks().to_vec();

@@ -1,5 +1,6 @@
 //! A rule of another program: the same weights in every stage, its state under its names.
 
+use crate::device::Mirror;
 use crate::fixture::{config, data_parallel, grads, held, len, lr, noises, step, whole};
 use merak_mpu::testing::world;
 use merak_zero::{
@@ -76,6 +77,28 @@ fn a_rule_of_another_program_steps_in_every_stage_as_the_same_rule_of_this_crate
             });
         }
     }
+}
+
+#[test]
+fn a_rule_that_comes_after_the_state_has_its_place_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    world(1, |member| {
+        let made = || data_parallel(&member, config(ZeroStage::Replicated));
+        let rule = || Arc::new(Counted(OptimizerConfig::default()));
+        for placed in [
+            made().on_device(Arc::new(Mirror)).unwrap(),
+            made().on_disk(folder.path()).unwrap(),
+        ] {
+            let error = placed.with_rule(rule()).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "the rule `counted` comes when the state lies on a device or in files already: call `with_rule` before `on_device` and `on_disk`"
+            );
+        }
+        // Copies of collectives alone have no state.
+        let copies = made().reduced_on(Arc::new(Mirror));
+        assert!(copies.with_rule(rule()).is_ok());
+    });
 }
 
 #[test]
