@@ -413,7 +413,10 @@ fn buffers_needed(size: Size, actions: &[Vec<Action>]) -> Vec<usize> {
     }
     let mut live: Vec<BTreeSet<MicrobatchId>> = vec![BTreeSet::new(); size.stages()];
     let mut needed = vec![2; size.stages()];
-    let known = |action: &&Action| action.stage.0 < size.stages();
+    // What lies beyond the size is refused later.
+    let known = |action: &&Action| {
+        action.stage.0 < size.stages() && action.microbatch.0 < size.microbatches
+    };
     for action in actions.iter().flatten().filter(known) {
         let stage = action.stage.0;
         if action.kind == Kind::Forward {
@@ -519,6 +522,15 @@ mod tests {
         let csv = "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n";
         let schedule = Schedule::from_csv("mine", csv, Size::new(2, 4)).unwrap();
         assert_eq!(schedule.buffers, [3, 2]);
+    }
+
+    #[test]
+    fn a_microbatch_far_beyond_the_schedule_is_refused_as_what_it_is() {
+        let csv = format!("0F0,0F{},0B0", usize::MAX);
+        let error = Schedule::from_csv("mine", &csv, Size::new(1, 2)).unwrap_err();
+        let error = error.to_string();
+        let rule = "names a microbatch beyond the 2 of the schedule";
+        assert!(error.ends_with(rule), "{error}");
     }
 
     #[test]
