@@ -18,7 +18,7 @@ pub use mpu::GroupLink;
 pub use observer::Observer;
 pub use threads::{ThreadLink, run_threads, run_threads_until, threads};
 
-use crate::{Action, Error, Kind, Result, Schedule, Span, Tag, timeline::Recorder};
+use crate::{Action, Error, Kind, Result, Schedule, Span, Tag, error::at_once, timeline::Recorder};
 use std::{collections::BTreeMap, time::Instant};
 
 /// Receives that are posted ahead of the one that the rank waits for.
@@ -316,6 +316,7 @@ impl<P: Send> Run<'_, P> {
         outcome.map_err(|source| Error::Stage {
             rank,
             action,
+            with: None,
             source: source.into(),
         })
     }
@@ -337,6 +338,7 @@ impl<P: Send> Run<'_, P> {
         outcome.map_err(|source| Error::Stage {
             rank,
             action: forward,
+            with: Some(backward),
             source: source.into(),
         })
     }
@@ -360,7 +362,7 @@ impl<P: Send> Run<'_, P> {
 /// The error and its sources in one line for the other ranks, which are told the rank as well.
 fn reason(error: &Error) -> String {
     let mut text = match error {
-        Error::Stage { action, .. } => action.to_string(),
+        Error::Stage { action, with, .. } => at_once(*action, *with),
         other => other.to_string(),
     };
     let mut cause = std::error::Error::source(error);

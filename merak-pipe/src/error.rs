@@ -30,6 +30,26 @@ fn shown(text: &str) -> String {
     escaped.chain(more.chars()).collect()
 }
 
+/// An action, and the backward that ran at once with it.
+pub(crate) fn at_once(action: Action, with: Option<Action>) -> String {
+    match with {
+        Some(backward) => format!("{action} with {backward}"),
+        None => action.to_string(),
+    }
+}
+
+/// The stage and microbatch of an action, and of the backward that ran at once with it.
+fn places(action: Action, with: Option<Action>) -> String {
+    let (stage, microbatch) = (action.stage, action.microbatch);
+    match with {
+        Some(backward) => format!(
+            "stages {stage} and {}, microbatches {microbatch} and {}",
+            backward.stage, backward.microbatch
+        ),
+        None => format!("stage {stage}, microbatch {microbatch}"),
+    }
+}
+
 /// A schedule that cannot be made, read, proved or carried out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -317,12 +337,14 @@ pub enum Error {
         ranks: usize,
     },
     /// A stage returned an error.
-    #[error("rank {rank} failed in {action} (stage {}, microbatch {})", action.stage, action.microbatch)]
+    #[error("rank {rank} failed in {} ({})", at_once(*action, *with), places(*action, *with))]
     Stage {
         /// The rank.
         rank: usize,
         /// What it was doing.
         action: Action,
+        /// The backward that ran at once with it, which may be what failed.
+        with: Option<Action>,
         /// What the stage returned.
         source: BoxError,
     },

@@ -3,9 +3,9 @@
 use crate::engine::{DEADLINE, Stages, modules, results, sequential};
 use merak_pipe::{
     Action, AutoLimits, Costs, GridStyle, Pair, Schedule, ScheduleKind, Size, StageModule,
-    UnitCosts, auto, grid, json, run_threads, simulate, simulate_on, svg, trace,
+    UnitCosts, auto, grid, json, run_threads, simulate, simulate_on, svg, threads, trace,
 };
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, thread};
 
 fn dualpipe(ranks: usize, microbatches: usize) -> Schedule {
     let size = Size::new(ranks, microbatches).with_chunks(2);
@@ -228,6 +228,31 @@ impl StageModule for Overlapping {
         let input_grad = self.backward(backward, grad)?;
         Ok((self.forward(forward, input)?, input_grad))
     }
+}
+
+#[test]
+fn a_backward_that_fails_at_once_with_a_forward_is_named_with_it() {
+    let csv = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n";
+    let schedule = Schedule::from_sized_csv("mine", csv).unwrap();
+    let wrap = |stages| Overlapping(stages, Vec::new());
+    let mut both: Vec<_> = modules(&schedule).into_iter().map(wrap).collect();
+    both[0].0.fault = Some("0B0".parse().unwrap());
+    let links = threads(2, DEADLINE);
+    let errors: Vec<String> = thread::scope(|scope| {
+        let schedule = &schedule;
+        let ranks = both.iter_mut().zip(links).enumerate();
+        let spawned: Vec<_> = ranks
+            .map(|(rank, (module, mut link))| {
+                scope.spawn(move || merak_pipe::run(schedule, rank, module, &mut link))
+            })
+            .collect();
+        let ended = spawned.into_iter().map(|thread| thread.join().unwrap());
+        ended.map(|ended| ended.unwrap_err().to_string()).collect()
+    });
+    insta::assert_snapshot!(errors.join("\n"), @"
+    rank 0 failed in 0F2 with 0B0 (stages 0 and 0, microbatches 2 and 0)
+    rank 0 failed: 0F2 with 0B0: the loss is NaN
+    ");
 }
 
 #[test]
