@@ -37,7 +37,8 @@ const POSTED_AHEAD: usize = 2;
 /// do that](StageModule::overlaps), after both their messages have come; elsewhere one after the
 /// other.
 ///
-/// Schedules without backwards run in the same way, for evaluation and generation.
+/// Schedules without backwards run in the same way, for evaluation and generation, by
+/// [`StageModule::forward_only`].
 ///
 /// # Communication
 /// One message for each microbatch, direction and pair of neighbouring stages on different ranks.
@@ -47,6 +48,8 @@ pub struct PipelineEngine {
     steps: Vec<Step>,
     /// The messages from other ranks, in the order in which the actions take them.
     receives: Vec<(usize, Tag)>,
+    /// No rank has a backward.
+    is_forward_only: bool,
     epoch: Option<Instant>,
     cancel: Cancel,
 }
@@ -80,6 +83,7 @@ impl PipelineEngine {
             ranks: schedule.size.ranks,
         })?;
         let mut engine = Self::of_actions(actions, &placement, rank);
+        engine.is_forward_only = schedule.is_forward_only();
         for (position, step) in engine.steps.iter_mut().enumerate() {
             step.is_paired = schedule.pair(rank, position).is_some();
         }
@@ -87,7 +91,7 @@ impl PipelineEngine {
     }
 
     /// Prepares some actions of `rank`, one after the other, where `placement` tells the rank of
-    /// every stage.
+    /// every stage. Backwards may follow in later actions, so forwards keep what they need.
     ///
     /// # Panics
     /// When an action is of a stage beside these.
@@ -114,6 +118,7 @@ impl PipelineEngine {
             rank,
             receives: remote.map(|route| (route.peer, route.tag)).collect(),
             steps,
+            is_forward_only: false,
             epoch: None,
             cancel: Cancel::new(),
         }
@@ -307,6 +312,7 @@ impl<P: Send> Run<'_, P> {
         let _span = tracing::error_span!("microbatch", stage, microbatch, %kind).entered();
         tracing::trace!(rank, "action");
         let outcome = match action.kind {
+            Kind::Forward if self.engine.is_forward_only => module.forward_only(action, input),
             Kind::Forward => module.forward(action, input),
             Kind::Backward => module.backward(action, input),
             Kind::InputGrad => module.backward_input(action, input),

@@ -81,7 +81,8 @@ pub trait TensorModel {
 type VarOf<M> = <<M as TensorModel>::Tensor as Autograd>::Var;
 
 /// The stages of one rank over a [`TensorModel`]: gradients are the library's, summed over the
-/// microbatches of a step.
+/// microbatches of a step. A schedule without backwards keeps no microbatch, and leaves these sums
+/// as they are.
 ///
 /// Payloads are messages of one tensor. Between threads they share the memory of the sender's
 /// tensor, so a model changes no tensor in place that it got or gave; over process groups they are
@@ -163,6 +164,38 @@ impl<M: TensorModel> TensorStages<M> {
     }
 }
 
+impl<M: TensorModel> TensorStages<M> {
+    /// The output of a stage, or the loss, which is added to the others; and what the next stage
+    /// gets. The first stage has no input but the model's.
+    fn compute(
+        &mut self,
+        action: Action,
+        input: Option<&M::Tensor>,
+    ) -> Result<(M::Tensor, Option<Message>), BoxError> {
+        let Action {
+            stage, microbatch, ..
+        } = action;
+        let output = if let Some(input) = input {
+            self.model.forward(stage, input)
+        } else {
+            let input = self.model.input(microbatch).map_err(Into::into)?;
+            self.model.forward(stage, &input)
+        };
+        let output = output.map_err(Into::into)?;
+        if stage.0 + 1 < self.num_stages {
+            let sent = message_of(&output)?;
+            return Ok((output, Some(sent)));
+        }
+        let loss = self.model.loss(&output, microbatch).map_err(Into::into)?;
+        let [value] = loss.elements()?[..] else {
+            let found = loss.sizes();
+            return Err(format!("the loss is a scalar, found a tensor of {found:?}").into());
+        };
+        self.loss += value;
+        Ok((loss, None))
+    }
+}
+
 impl<M: TensorModel> StageModule for TensorStages<M> {
     type Payload = Message;
     type Error = BoxError;
@@ -172,32 +205,22 @@ impl<M: TensorModel> StageModule for TensorStages<M> {
         action: Action,
         input: Option<Message>,
     ) -> Result<Option<Message>, BoxError> {
-        let Action {
-            stage, microbatch, ..
-        } = action;
         let input = input
             .map(|message| tensor_of::<M::Tensor>(message)?.into_variable())
             .transpose()?;
-        let output = if let Some(input) = &input {
-            self.model.forward(stage, Autograd::of_variable(input))
-        } else {
-            let input = self.model.input(microbatch).map_err(Into::into)?;
-            self.model.forward(stage, &input)
-        };
-        let mut output = output.map_err(Into::into)?;
-        let sent = if stage.0 + 1 < self.num_stages {
-            Some(message_of(&output)?)
-        } else {
-            output = self.model.loss(&output, microbatch).map_err(Into::into)?;
-            let [loss] = output.elements()?[..] else {
-                let found = output.sizes();
-                return Err(format!("the loss is a scalar, found a tensor of {found:?}").into());
-            };
-            self.loss += loss;
-            None
-        };
+        let (output, sent) = self.compute(action, input.as_ref().map(Autograd::of_variable))?;
         self.live
-            .insert((stage, microbatch), Live { input, output });
+            .insert((action.stage, action.microbatch), Live { input, output });
+        Ok(sent)
+    }
+
+    fn forward_only(
+        &mut self,
+        action: Action,
+        input: Option<Message>,
+    ) -> Result<Option<Message>, BoxError> {
+        let input = input.map(tensor_of::<M::Tensor>).transpose()?;
+        let (_, sent) = self.compute(action, input.as_ref())?;
         Ok(sent)
     }
 

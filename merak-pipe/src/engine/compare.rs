@@ -111,6 +111,14 @@ impl<M: StageModule> StageModule for Each<M> {
         self.0[action.stage.0].forward(action, input)
     }
 
+    fn forward_only(
+        &mut self,
+        action: Action,
+        input: Option<M::Payload>,
+    ) -> Result<Option<M::Payload>, M::Error> {
+        self.0[action.stage.0].forward_only(action, input)
+    }
+
     fn backward_input(
         &mut self,
         action: Action,

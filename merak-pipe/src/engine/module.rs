@@ -43,6 +43,22 @@ pub trait StageModule {
         input: Option<Self::Payload>,
     ) -> Result<Option<Self::Payload>, Self::Error>;
 
+    /// Runs a stage as [`StageModule::forward`] does, in a schedule [without
+    /// backwards](crate::Schedule::is_forward_only), as for evaluation and generation.
+    ///
+    /// No later call frees what is kept for a backward, so a module that keeps something overrides
+    /// this, and keeps nothing.
+    ///
+    /// # Errors
+    /// As [`StageModule::forward`].
+    fn forward_only(
+        &mut self,
+        action: Action,
+        input: Option<Self::Payload>,
+    ) -> Result<Option<Self::Payload>, Self::Error> {
+        self.forward(action, input)
+    }
+
     /// Computes the gradient of the stage's input.
     ///
     /// `grad` is the gradient of what `forward` returned, `None` on the last stage, whose own loss

@@ -48,8 +48,25 @@ impl Stages {
     }
 
     fn run_forward(&self, key: (usize, usize)) -> f64 {
-        (self.weights[&key.0] * self.inputs[&key]).tanh()
+        self.output_for(key.0, self.inputs[&key])
     }
+
+    fn output_for(&self, stage: usize, input: f64) -> f64 {
+        (self.weights[&stage] * input).tanh()
+    }
+
+    /// What the next stage gets; the last one notes it as the loss.
+    fn passed_on(&mut self, (stage, microbatch): (usize, usize), output: f64) -> Option<f64> {
+        if stage + 1 < self.depth {
+            return Some(output);
+        }
+        self.losses.push((microbatch, output));
+        None
+    }
+}
+
+fn first_input(action: Action) -> f64 {
+    0.5 + action.microbatch.0 as f64
 }
 
 fn key(action: Action) -> (usize, usize) {
@@ -62,17 +79,19 @@ impl StageModule for Stages {
 
     fn forward(&mut self, action: Action, input: Option<f64>) -> Result<Option<f64>, String> {
         self.check(action)?;
-        let (stage, microbatch) = key(action);
-        let input = input.unwrap_or(0.5 + microbatch as f64);
+        let input = input.unwrap_or_else(|| first_input(action));
         if self.inputs.insert(key(action), input).is_some() {
             return Err("forward ran twice".into());
         }
         let output = self.run_forward(key(action));
-        if stage + 1 < self.depth {
-            return Ok(Some(output));
-        }
-        self.losses.push((microbatch, output));
-        Ok(None)
+        Ok(self.passed_on(key(action), output))
+    }
+
+    fn forward_only(&mut self, action: Action, input: Option<f64>) -> Result<Option<f64>, String> {
+        self.check(action)?;
+        let input = input.unwrap_or_else(|| first_input(action));
+        let output = self.output_for(action.stage.0, input);
+        Ok(self.passed_on(key(action), output))
     }
 
     fn backward_input(&mut self, action: Action, grad: Option<f64>) -> Result<Option<f64>, String> {
@@ -190,6 +209,19 @@ proptest! {
         let expected = sequential(schedule.size.stages(), schedule.size.microbatches, true);
         prop_assert_eq!(results(&modules), expected);
     }
+}
+
+#[test]
+fn a_schedule_without_backwards_keeps_no_input() {
+    let schedule = v_shape();
+    let mut modules = modules(&schedule);
+    for _ in 0..2 {
+        run_threads(&schedule.forwards(5).unwrap(), &mut modules, DEADLINE).unwrap();
+        assert!(modules.iter().all(|module| module.inputs.is_empty()));
+    }
+    assert_eq!(results(&modules), sequential(4, 5, false));
+    let [first, second] = [0, 5].map(|at| &modules[0].losses[at..at + 5]);
+    assert_eq!(first, second);
 }
 
 /// Two chunks per rank, split backwards, and a hop between two stages of one rank (1 to 2, a V).

@@ -4,7 +4,7 @@ use crate::engine::DEADLINE;
 use merak_mpu::testing;
 use merak_pipe::{
     Autograd, BoxError, GroupLink, MicrobatchId, PipelineEngine, Schedule, ScheduleKind, Size,
-    StageId, TensorModel, TensorStages, compare_with_unpipelined, run_threads,
+    StageId, StageModule, TensorModel, TensorStages, compare_with_unpipelined, run_threads,
 };
 use std::{
     collections::BTreeMap,
@@ -41,6 +41,7 @@ macro_rules! laws {
             every_schedule_gives_a_model_the_gradients_of_a_step_without_a_pipeline
             a_model_runs_over_process_groups
             a_step_after_a_failed_one_has_its_own_gradients_alone
+            an_evaluation_keeps_nothing_and_adds_to_the_loss_alone
             a_loss_that_is_no_scalar_is_refused
             a_weight_that_no_stage_used_has_no_gradient
         );
@@ -173,6 +174,22 @@ pub(crate) fn a_step_after_a_failed_one_has_its_own_gradients_alone<T: Library>(
         assert_eq!(found.results().unwrap(), expected.results().unwrap());
     }
     assert!(found[1].take_loss() > 0.0 && found[1].take_loss() == 0.0);
+}
+
+pub(crate) fn an_evaluation_keeps_nothing_and_adds_to_the_loss_alone<T: Library>() {
+    let schedule = schedule(ScheduleKind::OneFOneB);
+    let (mut expected, mut found) = (ranks::<T>(&schedule), ranks::<T>(&schedule));
+    run_threads(&schedule, &mut expected, DEADLINE).unwrap();
+    run_threads(&schedule, &mut found, DEADLINE).unwrap();
+    assert!(found[1].take_loss() > 0.0);
+    let forwards = schedule.forwards(schedule.size.microbatches).unwrap();
+    run_threads(&forwards, &mut found, DEADLINE).unwrap();
+    for (found, expected) in found.iter().zip(&expected) {
+        assert_eq!(found.results().unwrap(), expected.results().unwrap());
+    }
+    // A graph that was kept could be walked back.
+    let late = found[1].backward_input("1I0".parse().unwrap(), None);
+    assert_eq!(late.unwrap_err().to_string(), "no forward came before");
 }
 
 pub(crate) fn a_loss_that_is_no_scalar_is_refused<T: Library>() {
