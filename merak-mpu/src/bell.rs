@@ -3,8 +3,11 @@
 use crate::{Rank, Wait};
 use std::{
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
-    time::Instant,
+    time::{Duration, Instant},
 };
+
+/// The longest wait of all, about thirty years: a clock holds its end.
+pub(crate) const FOREVER: Duration = Duration::from_secs(1_000_000_000);
 
 /// Wakes the sleeping members of a group.
 ///

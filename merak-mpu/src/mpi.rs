@@ -114,6 +114,7 @@ fn join_with(options: &JoinOptions, slot_bytes: usize) -> Result<Member> {
 }
 
 fn enter(options: &JoinOptions, slot_bytes: usize) -> Result<Member> {
+    let options = &options.bounded();
     let failed = |error: io::Error| unfit(error.to_string());
     let desk = Desk::open(options.timeout).map_err(failed)?;
     let (rank, size) = (desk.rank, desk.size);

@@ -130,7 +130,8 @@ pub fn join(options: &JoinOptions) -> Result<Member> {
     let gpu = open(options, inner.locality());
     let gpu = gpu.inspect_err(|error| inner.abort(&error.to_string()))?;
     let allocate = options.allocate.clone();
-    engine::start(inner, Arc::new(gpu), allocate, options.meeting.timeout)
+    let timeout = options.meeting.bounded().timeout;
+    engine::start(inner, Arc::new(gpu), allocate, timeout)
 }
 
 fn open(options: &JoinOptions, place: Locality) -> Result<Gpu> {

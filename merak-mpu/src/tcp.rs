@@ -69,6 +69,7 @@ pub fn join(options: &JoinOptions) -> Result<Member> {
 }
 
 fn join_at(options: &JoinOptions, listener: Option<TcpListener>) -> Result<Member> {
+    let options = &options.bounded();
     let meeting = meet(options, listener)?;
     let session = Session::start("tcp", options, meeting, |meeting, state, control| {
         weave(options, meeting, state, control)

@@ -1,6 +1,6 @@
 //! The options of a process that joins a world.
 
-use crate::Error;
+use crate::{Error, bell::FOREVER};
 use std::{net::IpAddr, time::Duration};
 
 /// Which world a process joins, and as what.
@@ -54,6 +54,15 @@ impl JoinOptions {
             timeout,
             beat_timeout: default_beat(timeout),
             ..self
+        }
+    }
+
+    /// The same with waits whose ends a clock holds.
+    pub(crate) fn bounded(&self) -> Self {
+        Self {
+            timeout: self.timeout.min(FOREVER),
+            beat_timeout: self.beat_timeout.min(FOREVER),
+            ..self.clone()
         }
     }
 

@@ -7,7 +7,8 @@ use super::{
     turns::Turns,
 };
 use crate::{
-    Communicator, Engine, Error, Failure, Locality, Rank as WorldRank, Result, Wait, bell::lock,
+    Communicator, Engine, Error, Failure, Locality, Rank as WorldRank, Result, Wait,
+    bell::{FOREVER, lock},
 };
 use std::{
     collections::BTreeMap,
@@ -39,7 +40,7 @@ impl World {
     pub(super) fn new(size: usize, options: WorldOptions) -> Self {
         Self {
             size,
-            timeout: options.timeout,
+            timeout: options.timeout.min(FOREVER),
             epoch: Instant::now(),
             turns: Turns::new(size, options.cores),
             poison: OnceLock::new(),

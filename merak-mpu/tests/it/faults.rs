@@ -61,6 +61,35 @@ fn a_timeout_says_who_waits_for_whom() {
 }
 
 #[test]
+fn a_wait_that_is_as_long_as_can_be_ends_when_its_peer_comes() {
+    fn late(member: &Member) -> Result<Vec<u32>, Error> {
+        if member.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let sum = world_of(member).all_reduce_vec(vec![1_u32], ReduceOp::Sum)?;
+        member.end();
+        Ok(sum)
+    }
+    let options = WorldOptions {
+        timeout: Duration::MAX,
+        ..WorldOptions::default()
+    };
+    let sums = threads::run(2, options, |member| late(&member));
+    assert_eq!(sums.unwrap(), [[2], [2]]);
+    #[cfg(unix)]
+    {
+        let options = merak_mpu::tcp::JoinOptions {
+            timeout: Duration::MAX,
+            beat_timeout: Duration::MAX,
+            ..merak_mpu::tcp::JoinOptions::new(0, 2, "127.0.0.1", 0)
+        };
+        let members = merak_mpu::tcp::world_of(&options).unwrap();
+        let sums = merak_mpu::run_members(members, 2 << 20, |member| late(&member));
+        assert_eq!(sums.unwrap(), [[2], [2]]);
+    }
+}
+
+#[test]
 fn the_first_of_several_failures_is_reported() {
     let failure = threads::run(4, WorldOptions::default(), |member| {
         let world = world_of(&member);

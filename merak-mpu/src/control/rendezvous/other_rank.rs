@@ -23,6 +23,7 @@ const PINGS: usize = 8;
 
 /// Tells rank 0 of a meeting that this process cannot join, and why, if it is found.
 pub(crate) fn complain(options: &JoinOptions, reason: &str) {
+    let options = &options.bounded();
     let deadline = Instant::now() + options.timeout;
     if let Ok(mut channel) = find(options, deadline) {
         complain_to(&mut channel, reason, deadline);
