@@ -260,6 +260,18 @@ pub enum Error {
         /// The device of the buffer.
         found: usize,
     },
+    /// A link that would carry a collective for ever.
+    #[error(
+        "a link of {bytes_per_second} bytes a second and a latency of {latency:?} is too slow: expected at least 1 byte a second, and a latency of at most {longest:?}"
+    )]
+    LinkSpeed {
+        /// Its speed.
+        bytes_per_second: f64,
+        /// Its latency.
+        latency: Duration,
+        /// The longest latency.
+        longest: Duration,
+    },
     /// An engine that this build does not have.
     #[error("the engine {engine} is not in this build: build with --features {engine}, or choose {}", one_of(.instead))]
     EngineNotBuilt {

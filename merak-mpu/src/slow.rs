@@ -1,7 +1,8 @@
 //! Links of a given speed, to measure what overlaps with computing.
 
 use crate::{
-    Member, Started,
+    Error, Member, Result, Started,
+    bell::FOREVER,
     wrapped::{Between, Start},
 };
 use std::{
@@ -14,7 +15,8 @@ use std::{
 pub struct LinkSpeed {
     /// From the start of a collective to its first byte.
     pub latency: Duration,
-    /// Bytes of the member's buffer that pass in a second; collectives of a rank follow each other.
+    /// Bytes of the member's buffer that pass in a second, at least 1; collectives of a rank follow
+    /// each other.
     pub bytes_per_second: f64,
 }
 
@@ -26,7 +28,7 @@ pub struct LinkSpeed {
 ///
 /// let speed = LinkSpeed { latency: Duration::from_millis(200), bytes_per_second: 1e9 };
 /// threads::run(2, threads::WorldOptions::default(), |member| {
-///     let link = SlowLink::new(speed, "world");
+///     let link = SlowLink::new(speed, "world")?;
 ///     let member = link.joined_by(&member);
 ///     let start = Instant::now();
 ///     member.world_group()?.all_reduce_vec(vec![1.0_f32], ReduceOp::Sum)?;
@@ -52,17 +54,32 @@ struct Wire {
 
 impl SlowLink {
     /// A link for the collectives of the groups with a name.
-    pub fn new(speed: LinkSpeed, group: &'static str) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::LinkSpeed`] for less than a byte a second, or a latency of decades.
+    pub fn new(speed: LinkSpeed, group: &'static str) -> Result<Self> {
+        let LinkSpeed {
+            latency,
+            bytes_per_second,
+        } = speed;
+        // NaN is no speed either.
+        if !(bytes_per_second >= 1.0 && latency <= FOREVER) {
+            return Err(Error::LinkSpeed {
+                bytes_per_second,
+                latency,
+                longest: FOREVER,
+            });
+        }
         let wire = Wire {
             free_at: Instant::now(),
             busy: Duration::ZERO,
             waited: Duration::ZERO,
         };
-        Self {
+        Ok(Self {
             speed,
             group,
             wire: Arc::new(Mutex::new(wire)),
-        }
+        })
     }
 
     /// The member with its groups on the link. What it computes does not change.
@@ -103,5 +120,31 @@ impl Between for SlowLink {
         let pending = start.go()?;
         let (arrives, link) = (self.send(bytes), self.clone());
         Ok(pending.delayed_until(arrives, move |delay| link.wire().waited += delay))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_speed_that_carries_nothing_is_refused_before_any_collective() {
+        let link = |latency, bytes_per_second| {
+            let speed = LinkSpeed {
+                latency,
+                bytes_per_second,
+            };
+            SlowLink::new(speed, "world").map(drop)
+        };
+        for speed in [0.0, -1.0, f64::NAN, 1e-300, 0.5] {
+            let text = link(Duration::ZERO, speed).unwrap_err().to_string();
+            let start =
+                format!("a link of {speed} bytes a second and a latency of 0ns is too slow");
+            assert!(text.starts_with(&start), "{text}");
+        }
+        assert!(link(Duration::MAX, 1.0).is_err());
+        for speed in [1.0, 1e9, f64::INFINITY] {
+            assert!(link(Duration::from_secs(1), speed).is_ok(), "{speed}");
+        }
     }
 }

@@ -169,7 +169,8 @@ impl Gpt {
         if self.steps == 0 {
             return Err("--steps is 0, expected at least 1".into());
         }
-        if self.link_latency.is_some() && self.links().iter().all(Option::is_none) {
+        if self.link_latency.is_some() && self.replica_link.is_none() && self.tensor_link.is_none()
+        {
             return Err("--link-latency goes with --replica-link or --tensor-link".into());
         }
         let (config, args) = self.arguments()?;
@@ -238,7 +239,7 @@ impl Gpt {
         data: &Arc<dyn Dataset>,
     ) -> Result<Vec<RankOutcome>> {
         run_world(args, |member| {
-            let links = self.links();
+            let links = self.links()?;
             let member = links
                 .iter()
                 .flatten()
@@ -272,19 +273,21 @@ impl Gpt {
     }
 
     /// The links to the replicas and within a layer that are to be slower ones.
-    fn links(&self) -> [Option<SlowLink>; 2] {
+    fn links(&self) -> Result<[Option<SlowLink>; 2]> {
         let latency = Duration::from_secs_f64(self.link_latency.unwrap_or_default() / 1e6);
         let of = |speed: Option<f64>, kind: GroupKind| {
-            let speed = LinkSpeed {
+            let speed = speed.map(|speed| LinkSpeed {
                 latency,
-                bytes_per_second: speed? * 1e6,
-            };
-            Some(SlowLink::new(speed, kind.as_str()))
+                bytes_per_second: speed * 1e6,
+            });
+            speed
+                .map(|speed| SlowLink::new(speed, kind.as_str()))
+                .transpose()
         };
-        [
-            of(self.replica_link, GroupKind::DataSequence),
-            of(self.tensor_link, GroupKind::Tensor),
-        ]
+        Ok([
+            of(self.replica_link, GroupKind::DataSequence)?,
+            of(self.tensor_link, GroupKind::Tensor)?,
+        ])
     }
 
     /// The run as a configuration.
