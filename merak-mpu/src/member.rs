@@ -31,6 +31,10 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// States that this rank will start nothing more, so that peers that wait for it fail at once,
     /// and returns when the peers need its process no more to complete what it has started or sent.
     /// A world that has failed, or the longest wait, ends this too.
+    ///
+    /// Ranks that must end last wait for slow ones as long as these take, and log a warning with
+    /// their names after the longest wait: rank 0 of processes, which judges failures, and under
+    /// MPI every rank. A rank that is lost fails the world.
     fn end(&self);
 
     /// The failure that poisoned the world, if it is poisoned.

@@ -177,6 +177,7 @@ impl Hub {
     pub(super) fn run(mut self) {
         let mut last_beat = Instant::now();
         let mut left_at = None;
+        let mut has_warned = false;
         loop {
             self.turn();
             if last_beat.elapsed() >= self.desk.beat() {
@@ -188,10 +189,15 @@ impl Hub {
             }
             // Rank 0 leaves last, so that failures among the others still have a judge.
             let left_at = *left_at.get_or_insert_with(Instant::now);
-            let all_left = self.spokes.iter().all(|spoke| spoke.has_left);
+            let there = self.spokes.iter().filter(|spoke| !spoke.has_left);
+            let missing: Vec<Rank> = there.map(|spoke| spoke.rank).collect();
             let is_poisoned = self.desk.state.verdict().is_some();
-            if all_left || (is_poisoned && left_at.elapsed() > LAST_WORD) {
+            if missing.is_empty() || (is_poisoned && left_at.elapsed() > LAST_WORD) {
                 break;
+            }
+            if !has_warned && left_at.elapsed() > self.desk.state.timeout {
+                self.desk.state.warn_of_late_ends(&missing);
+                has_warned = true;
             }
         }
         self.desk.outbox.note_sent();

@@ -134,6 +134,17 @@ impl State {
         self.ended[rank.0].load(Ordering::Acquire)
     }
 
+    /// Logs that this rank's end waits for others for longer than the longest wait.
+    pub(crate) fn warn_of_late_ends(&self, missing: &[Rank]) {
+        let (rank, after) = (self.rank.0, self.timeout);
+        tracing::warn!(
+            rank,
+            ?missing,
+            ?after,
+            "this rank has ended, and waits for ranks that have not"
+        );
+    }
+
     /// Notes that a thread sleeps; the number takes the note back.
     pub(crate) fn note_wait(&self, wait: Wait) -> usize {
         let number = self.next_wait.fetch_add(1, Ordering::Relaxed);

@@ -229,13 +229,17 @@ impl Session {
             || self.counter.is_drained.load(Ordering::Acquire) || self.state.verdict().is_some();
         if !is_over() {
             self.counter.ask(Command::End);
-            loop {
-                let deadline = Instant::now() + self.state.timeout;
-                self.state.bell.sleep(deadline, &is_over);
-                // One that ends far earlier than another waits for it, as rank 0 does elsewhere. A
-                // rank that is lost meanwhile ends the wait.
-                if is_over() || !self.ends_together {
-                    break;
+            let state = &self.state;
+            let sleep = || state.bell.sleep(Instant::now() + state.timeout, &is_over);
+            sleep();
+            // One that ends far earlier than another waits for it, as rank 0 does elsewhere. A rank
+            // that is lost meanwhile ends the wait.
+            if self.ends_together && !is_over() {
+                let others = (0..state.size).map(Rank).filter(|rank| *rank != state.rank);
+                let missing = others.filter(|rank| !state.has_ended(*rank));
+                state.warn_of_late_ends(&missing.collect::<Vec<_>>());
+                while !is_over() {
+                    sleep();
                 }
             }
         }

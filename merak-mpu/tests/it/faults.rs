@@ -7,7 +7,7 @@ use merak_mpu::{
 use std::{
     any::Any,
     sync::atomic::{AtomicBool, Ordering},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 fn within(milliseconds: u64) -> WorldOptions {
@@ -87,6 +87,23 @@ fn a_wait_that_is_as_long_as_can_be_ends_when_its_peer_comes() {
         let sums = merak_mpu::run_members(members, 2 << 20, |member| late(&member));
         assert_eq!(sums.unwrap(), [[2], [2]]);
     }
+}
+
+#[cfg(unix)]
+#[test]
+fn rank_0_ends_after_the_slowest_rank_and_blames_nobody() {
+    let timeout = Duration::from_millis(200);
+    let members = merak_mpu::tcp::world(2, timeout).unwrap();
+    let start = Instant::now();
+    let ended = merak_mpu::run_members(members, 2 << 20, |member| {
+        if member.rank() == 1 {
+            std::thread::sleep(3 * timeout);
+        }
+        member.end();
+        assert!(start.elapsed() >= 3 * timeout && member.failure().is_none());
+        Ok::<_, Error>(())
+    });
+    ended.unwrap();
 }
 
 #[test]
