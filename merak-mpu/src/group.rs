@@ -79,7 +79,8 @@ impl Group {
     }
 
     /// Splits the group into one group for each color: that of the members that gave this one. It
-    /// is named after both, as in `world/3`.
+    /// is named after both, as in `world/3`. Make it once and clone it: each one that is made is
+    /// kept until the world ends.
     ///
     /// # Communication
     /// An all-gather of the colors.

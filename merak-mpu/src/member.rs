@@ -129,7 +129,8 @@ impl Member {
         self.engine.world_size()
     }
 
-    /// Joins a group of world ranks; every member calls this with the same name and list.
+    /// Joins a group of world ranks; every member calls this with the same name and list. Make a
+    /// group once and clone it: each one that is made is kept until the world ends.
     ///
     /// # Communication
     /// None: members meet in their first collective.
@@ -141,7 +142,7 @@ impl Member {
         join_group(&self.engine, name, members)
     }
 
-    /// Joins a group of all ranks, named `world`.
+    /// Joins a group of all ranks, named `world`; as [`Member::group`], a new one with each call.
     ///
     /// # Errors
     /// [`Error::Aborted`].
