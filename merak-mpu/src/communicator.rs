@@ -364,7 +364,8 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     }
 
     /// Sends a message to member `to`; never waits for the receiver. Messages with one
-    /// `(from, to, tag)` arrive in the order in which they were sent.
+    /// `(from, to, tag)` arrive in the order in which they were sent. The engine owns the message,
+    /// and may read it after the send is done.
     ///
     /// # Errors
     /// When the group is poisoned or `to` is not a member.

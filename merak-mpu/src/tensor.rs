@@ -44,6 +44,11 @@ pub trait HostTensor: Sized {
 impl Packet {
     /// A tensor on its way: the packet shares the tensor's memory where it can.
     ///
+    /// A tensor whose packet was sent is never changed in place, as by
+    /// [`Group::all_reduce_tensor`]: copy it first. Between threads the receiver's tensor has its
+    /// memory. Between processes the engine may read it after the send is done, and nothing tells
+    /// when it has.
+    ///
     /// # Errors
     /// As [`HostTensor::share`].
     pub fn of_tensor<T: HostTensor>(tensor: &T) -> Result<Self> {
@@ -121,9 +126,8 @@ impl Group {
 
     /// Sends a tensor to group rank `to`; never waits for the receiver.
     ///
-    /// Between threads the receiver's tensor shares the memory of this one, unless
-    /// [`HostTensor::share`] copies. A rank that changes its tensor in place afterwards, as by
-    /// [`Group::all_reduce_tensor`], copies it first.
+    /// The message shares the memory of the tensor, unless [`HostTensor::share`] copies, so the
+    /// tensor is never changed in place afterwards: see [`Packet::of_tensor`].
     ///
     /// # Errors
     /// As [`HostTensor::share`] and [`Group::send`].

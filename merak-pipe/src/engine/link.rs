@@ -43,7 +43,10 @@ pub trait Link<P> {
     /// Lets another rank compute, after each action that [`Link::begin`] came before.
     fn end(&mut self) {}
 
-    /// Waits until everything that was sent has left this rank's hands, at the end of a step.
+    /// Waits until everything that was sent is on its way, at the end of a step.
+    ///
+    /// A link may still read payloads then, and between threads the receiver has their memory: a
+    /// stage never changes a tensor in place that it has sent.
     ///
     /// # Errors
     /// When a rank failed or the link is broken.

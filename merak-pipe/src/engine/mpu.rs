@@ -9,8 +9,9 @@ use std::collections::{BTreeMap, VecDeque};
 ///
 /// Payloads are [`Message`]s, or anything that converts to and from one. Receives are posted ahead
 /// and sends are waited for at the end of a step, so both overlap with computation where the
-/// group's engine can. A failure poisons the group's world: errors name the world rank of the
-/// culprit.
+/// group's engine can. An engine may read a message after its send is done, as
+/// [`merak_mpu::Packet::of_tensor`] says. A failure poisons the group's world: errors name the
+/// world rank of the culprit.
 ///
 /// ```
 /// use merak_mpu::{Message, Packet, into_vec, threads};
