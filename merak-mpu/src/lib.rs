@@ -59,7 +59,8 @@
 //!   of threads, so every member, every run and every engine but `nccl` give the same bits.
 //! - **No rank waits for ever.** An error or a panic on one rank poisons the world: every pending
 //!   or later call on the others returns [`Error::Aborted`], which names the culprit. A peer that
-//!   never comes is an [`Error::Timeout`], which names the waiting and the missing ranks.
+//!   never comes is an [`Error::Timeout`], which names the waiting and the missing ranks. Ranks
+//!   that [end](Engine::end) last wait for slow ones, and say so; one that is lost ends this too.
 //! - **No call is mistaken for another.** Members that call different operations, types or lengths
 //!   get [`Error::Mismatch`] with both sides. The call of most members counts as right, and the
 //!   first member with another one as the culprit.
