@@ -420,6 +420,8 @@ mod tests {
     fn products_of_odd_shapes_in_every_layout_match_the_definition() {
         for (m, k, n) in [
             (1, 1, 1),
+            (0, 128, 128),
+            (128, 128, 0),
             (1, 300, 7),
             (5, 0, 3),
             (9, 1, 5),

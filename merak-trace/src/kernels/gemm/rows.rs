@@ -37,7 +37,7 @@ const SUM_ELEMENTS: usize = 1 << 15;
 
 /// Whether these kernels suit the product.
 pub(super) fn pays<T: Float, W: Operand<T>>(a: &MatRef<'_, T>, b: &MatRef<'_, W>) -> bool {
-    a.rows() <= MAX_ROWS
+    (1..=MAX_ROWS).contains(&a.rows())
         && b.rows() * b.cols() >= MIN_ELEMENTS
         && a.has_contiguous_rows()
         && (b.has_contiguous_rows() || b.has_contiguous_cols())
@@ -394,7 +394,13 @@ mod tests {
 
     #[test]
     fn up_to_47_rows_of_odd_sizes_match_the_definition() {
-        for (m, k, n) in [(2, 1203, 45), (15, 260, 129), (31, 2070, 34), (47, 64, 301)] {
+        for (m, k, n) in [
+            (0, 128, 128),
+            (2, 1203, 45),
+            (15, 260, 129),
+            (31, 2070, 34),
+            (47, 64, 301),
+        ] {
             let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
             let bias = noise::<f32>(3, n);
             for is_transposed in [false, true] {
