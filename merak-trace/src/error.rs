@@ -64,12 +64,23 @@ pub enum Error {
         known: String,
     },
     /// An operation has no gradient with respect to an operand that needs one.
-    #[error("{scope}: {op} has no gradient")]
+    #[error("{scope}: {op} has no gradient{}", of_statistic(*result))]
     NoGradient {
         /// Path of the module that called the operation.
         scope: String,
         /// Name of the operation.
         op: &'static str,
+        /// The result, counted from 0, on which the loss depends; all but the first are statistics
+        /// of the operands.
+        result: usize,
+    },
+    /// A loss that is no single number, or has another element type than its gradient.
+    #[error("output \"loss\" should be {expected}, found {found}: end it with `Module::sum`")]
+    LossType {
+        /// The type of losses.
+        expected: String,
+        /// The type of the output.
+        found: String,
     },
     /// Stage borders do not rise from the first node to the last.
     #[error("stage borders {bounds:?} do not rise from 0 to the {num_nodes} nodes of the model")]
@@ -139,6 +150,16 @@ pub enum Error {
         /// The type that was given.
         found: String,
     },
+    /// More or fewer values were given than the program has.
+    #[error("expected {expected} {what}, found {found}")]
+    Count {
+        /// What was given.
+        what: &'static str,
+        /// How many the program has.
+        expected: usize,
+        /// How many were given.
+        found: usize,
+    },
     /// The receiver of complete gradients failed.
     #[error("the gradients of a backward could not be passed on")]
     Sink(#[source] Box<dyn std::error::Error + Send + Sync>),
@@ -163,6 +184,16 @@ impl Error {
             reason: reason.into(),
         }
     }
+}
+
+/// What a missing gradient is of, if it is not that of the first result.
+fn of_statistic(result: usize) -> String {
+    if result == 0 {
+        return String::new();
+    }
+    format!(
+        " of its result {result}, a statistic: compute it from the operands by other operations"
+    )
 }
 
 /// A kernel's refusal: threads that do not start, or values in the caller's data.

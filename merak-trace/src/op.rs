@@ -30,7 +30,8 @@ pub const IGNORED_LABEL: i64 = -100;
 
 /// What a node computes. Operands and results are listed as `operands -> results`.
 ///
-/// Statistics (`mean`, `rstd`, `lse`) of 16-bit tensors are `f32`.
+/// Statistics (`mean`, `rstd`, `lse`) of 16-bit tensors are `f32`. No gradient passes through them:
+/// a loss may depend on the first result of an operation, and on all pieces of a [`Op::Split`].
 ///
 /// Composite operations stay whole, because fused kernels, placement rules and good gradients live
 /// there. Gradient operations are operations like any other, so that a differentiated program is a
@@ -38,8 +39,8 @@ pub const IGNORED_LABEL: i64 = -100;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Op {
-    /// `-> [len] i64`: the position of each element of a sequence, counted from `first` plus the
-    /// run's position offset.
+    /// `-> [len] i64`: the position of each element of a sequence, counted from `first`. Sequences
+    /// that [pass in pieces](crate::Interpreter::forward_cached) go on where they were.
     Positions {
         /// Length of the sequence.
         len: usize,

@@ -69,7 +69,7 @@ pub struct StageProgram {
     pub send: Vec<Hop>,
     /// Outputs of the model that this stage computes.
     pub outputs: Vec<Port>,
-    /// Where the gradient of output `loss` enters.
+    /// Where the gradient of output `loss` enters, `f64[]` as the loss.
     pub loss_grad: Option<ValueId>,
     /// Gradients of parameters, one per use, in graph order of the uses.
     pub grads: Vec<GradPort>,
@@ -121,7 +121,8 @@ impl StageProgram {
     /// Forward and backward of one stage.
     ///
     /// # Errors
-    /// [`Error::NoGradient`](crate::Error::NoGradient) when an operation on the way has none.
+    /// [`Error::NoGradient`](crate::Error::NoGradient) when an operation on the way has none;
+    /// [`Error::LossType`](crate::Error::LossType) when output `loss` is not `f64[]`.
     pub fn training(
         model: &Graph,
         cuts: &StageCuts,

@@ -16,6 +16,14 @@ pub(super) fn gradient(
     if let Op::Split { dim, sizes } = &node.op {
         return rule.split(*dim, sizes, douts);
     }
+    // The other results are statistics, and what a loss makes of one would be left out.
+    if let Some(result) = douts.iter().skip(1).position(Option::is_some) {
+        return Err(Error::NoGradient {
+            scope: node.scope.to_string(),
+            op: node.op.name(),
+            result: result + 1,
+        });
+    }
     let Some(dy) = douts[0] else {
         return Ok(Vec::new());
     };
@@ -222,6 +230,7 @@ impl Rule<'_, '_> {
             | Op::SumAllGrad => Err(Error::NoGradient {
                 scope: self.node.scope.to_string(),
                 op: self.node.op.name(),
+                result: 0,
             }),
         }
     }

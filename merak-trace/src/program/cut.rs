@@ -2,7 +2,7 @@
 
 use super::{GradPort, Hop};
 use crate::{
-    Error, Graph, Node, NodeId, Param, ParamId, Port, Result, Source, ValueId,
+    DType, Error, Graph, Node, NodeId, Param, ParamId, Port, Result, Source, TensorType, ValueId,
     autodiff::{Gradients, ParamGrad, differentiate, needs_grad},
 };
 use std::{
@@ -123,12 +123,19 @@ impl Part {
             }
         }
         let loss = self.outputs.iter().find(|port| port.name == "loss");
-        let loss_grad = loss.map(|port| {
-            let ty = self.graph.ty(port.value).clone();
-            let grad = self.graph.add_input("grad(loss)", ty);
+        let mut loss_grad = None;
+        if let Some(port) = loss {
+            let (expected, found) = (TensorType::scalar(DType::F64), self.graph.ty(port.value));
+            if *found != expected {
+                return Err(Error::LossType {
+                    expected: expected.to_string(),
+                    found: found.to_string(),
+                });
+            }
+            let grad = self.graph.add_input("grad(loss)", expected);
             seeds.push((port.value, grad));
-            grad
-        });
+            loss_grad = Some(grad);
+        }
         let received = self.recv.iter().map(|hop| hop.value);
         let wanted: Vec<_> = received
             .filter(|value| self.flows.contains(value))

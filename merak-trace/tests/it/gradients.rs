@@ -7,8 +7,9 @@ use crate::{
     },
 };
 use merak_trace::{
-    DType, Op, ParamStore, Result, TensorType,
-    fx::{AttentionTerms, Module, Symbol},
+    DType, Init, Op, ParamRole, ParamStore, RecomputePlan, Result, StageCuts, StageProgram,
+    TensorType,
+    fx::{self, AttentionTerms, Module, Symbol},
     op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
 };
 
@@ -464,4 +465,63 @@ fn a_parameter_used_twice_gets_both_gradients_apart() {
             )?])
         },
     );
+}
+
+/// What is said of a loss that adds up all results of an operation on a parameter `[2, 3, 4]`.
+fn of_all_results(op: &Op, others: &[TensorType]) -> String {
+    let graph = fx::trace(DType::F64, |module| {
+        let init = Init::Constant(1.0);
+        let x = module.param("x", &[2, 3, 4], init, ParamRole::Weight)?;
+        let others = others.iter().enumerate();
+        let others = others.map(|(i, ty)| module.input(&format!("input{i}"), ty.clone()));
+        let others: Vec<_> = others.collect();
+        let operands: Vec<_> = std::iter::once(&x).chain(&others).collect();
+        let mut loss = None;
+        for result in module.sub("layer").apply(op.clone(), &operands)? {
+            let sum = module.sum(&result)?;
+            loss = Some(match loss {
+                None => sum,
+                Some(loss) => module.add(&loss, &sum)?,
+            });
+        }
+        module.output("loss", &loss.expect("it has results"));
+        Ok(())
+    });
+    let graph = graph.expect("the operands fit");
+    let (cuts, plan) = (StageCuts::whole(&graph), RecomputePlan::default());
+    let program = StageProgram::training(&graph, &cuts, 0, &plan);
+    match program {
+        Ok(_) => "differentiable".to_owned(),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn a_loss_of_statistics_is_refused_where_their_gradient_would_be_lost() {
+    let spec = Attention::of_heads(2, 2);
+    let kv = || t(&[2, 3, 4]);
+    let labels = TensorType::new([2, 3], DType::I64);
+    let loss = Op::CrossEntropy {
+        label_smoothing: 0.0,
+    };
+    let messages = [
+        of_all_results(&Op::LayerNorm { eps: 1e-5 }, &[t(&[4]), t(&[4])]),
+        of_all_results(&Op::RmsNorm { eps: 1e-5 }, &[t(&[4])]),
+        of_all_results(&Op::Attention(spec), &[kv(), kv()]),
+        of_all_results(&loss, &[labels]),
+        of_all_results(
+            &Op::Split {
+                dim: 2,
+                sizes: vec![1, 3],
+            },
+            &[],
+        ),
+    ];
+    insta::assert_snapshot!(messages.join("\n"), @"
+    layer: layer_norm has no gradient of its result 1, a statistic: compute it from the operands by other operations
+    layer: rms_norm has no gradient of its result 1, a statistic: compute it from the operands by other operations
+    layer: attention has no gradient of its result 1, a statistic: compute it from the operands by other operations
+    layer: cross_entropy has no gradient of its result 1, a statistic: compute it from the operands by other operations
+    differentiable
+    ");
 }

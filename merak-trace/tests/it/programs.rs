@@ -4,8 +4,8 @@ use crate::support::{
     backend, context, floats, grad_store, interpreter, loss_and_grads, numbers, params, value,
 };
 use merak_trace::{
-    Batch, DType, Graph, Hop, Interpreter, Op, RecomputePlan, SingleRank, StageCuts, StageProgram,
-    Value,
+    Batch, DType, Graph, Hop, Interpreter, Op, Port, RecomputePlan, SingleRank, StageCuts,
+    StageProgram, TensorType, Value, fx,
     models::{self, TraceOptions},
 };
 use serde_json::{Value as Json, json};
@@ -290,4 +290,42 @@ fn a_sent_output_is_freed_unless_the_backward_reads_it() {
         drop(forwarded.frame);
     }
     assert!(freed > 0 && kept > 0, "{freed} freed, {kept} kept");
+}
+
+#[test]
+fn a_loss_of_another_type_than_its_gradient_is_refused() {
+    let training = |ty: TensorType| {
+        let graph = fx::trace(DType::F32, |module| {
+            let x = module.input("x", ty);
+            module.output("loss", &module.scale(&x, 2.0)?);
+            Ok(())
+        });
+        let graph = graph.expect("the operands fit");
+        let cuts = StageCuts::whole(&graph);
+        StageProgram::inference(&graph, &cuts, 0).expect("nothing is differentiated");
+        StageProgram::training(&graph, &cuts, 0, &RecomputePlan::default())
+    };
+    let refused = |ty| training(ty).unwrap_err().to_string();
+    // As many bytes as the number that the gradient starts from.
+    let per_sample = TensorType::new([2], DType::F32);
+    insta::assert_snapshot!(refused(per_sample), @r#"output "loss" should be f64[], found f32[2]: end it with `Module::sum`"#);
+    insta::assert_snapshot!(refused(TensorType::scalar(DType::F32)), @r#"output "loss" should be f64[], found f32[]: end it with `Module::sum`"#);
+    assert!(training(TensorType::scalar(DType::F64)).is_ok());
+}
+
+#[test]
+fn a_batch_without_samples_has_no_loss_and_no_gradients() {
+    let wide = json!({ "model_type": "gpt2", "vocab_size": 150, "n_positions": 8, "n_embd": 128, "n_layer": 1,
+        "n_head": 2 });
+    let graph = models::from_config(&wide)
+        .and_then(|model| model.trace(&TraceOptions::training(0, SEQ)))
+        .expect("a valid configuration");
+    let empty = |port: &Port| {
+        let ty = graph.ty(port.value);
+        (port.name.clone(), value(&backend(1), ty, &[]))
+    };
+    let batch = graph.inputs().iter().map(empty).collect();
+    let (loss, grads) = loss_and_grads(&graph, &batch, 2);
+    assert!(loss == 0.0, "{loss}");
+    assert!(grads.iter().flatten().all(|&x| x == 0.0));
 }
