@@ -105,6 +105,43 @@ pub struct GradStore {
     pub slots: Vec<GradSlot>,
 }
 
+#[cfg(feature = "cpu")]
+impl GradStore {
+    /// The places of the slots to which results of a node are added, in their order.
+    ///
+    /// # Errors
+    /// When there is no such slot, it has not as many elements as its result, or its buffer ends
+    /// before it.
+    fn targets(&self, call: Call<'_>, slots: &[usize]) -> Result<Vec<GradSlot>> {
+        let results = slots.iter().zip(call.results);
+        let targets = results.map(|(&slot, ty)| self.target(slot, ty));
+        let targets: Result<_, String> = targets.collect();
+        targets.map_err(|reason| Error::backend(call.name, reason))
+    }
+
+    fn target(&self, slot: usize, ty: &TensorType) -> Result<GradSlot, String> {
+        let num_slots = self.slots.len();
+        let target = self.slots.get(slot).copied();
+        let target =
+            target.ok_or_else(|| format!("adds {ty} to slot {slot}, but there are {num_slots}"))?;
+        let GradSlot {
+            buffer,
+            offset,
+            len,
+        } = target;
+        if len != ty.numel() {
+            return Err(format!("adds {ty} to {len} elements of slot {slot}"));
+        }
+        let room = self.buffers.get(buffer).map_or(0, |buffer| buffer.len());
+        if room < len || room - len < offset {
+            return Err(format!(
+                "adds {ty} at {offset} of buffer {buffer}, which has {room} elements"
+            ));
+        }
+        Ok(target)
+    }
+}
+
 /// Takes the gradients of a backward: a [`GradStore`], or what watches one to act on gradients as
 /// soon as they are complete.
 pub trait GradSink: fmt::Debug {

@@ -8,8 +8,8 @@ mod ring;
 pub use cache::{Continuation, KvCache, NextPositions, Tail};
 
 use crate::{
-    Error, NodeId, Op, Overlap, Result, SharedBackend, Source, StageProgram, Step, TensorType,
-    Value, ValueId,
+    Error, NodeId, Op, Overlap, ParamId, Result, SharedBackend, Source, StageProgram, Step,
+    TensorType, Value, ValueId,
     autodiff::Phase,
     backend::{Call, GradSink, RunContext},
     op::{RegionKind, ResultMemory},
@@ -49,7 +49,12 @@ pub trait Params: fmt::Debug {
 /// Parameters that lie in memory.
 impl Params for Vec<Value> {
     fn value(&self, param: usize) -> Result<Value> {
-        Ok(self[param].clone())
+        let value = self.get(param).cloned();
+        value.ok_or_else(|| Error::Count {
+            what: "or more parameters",
+            expected: param + 1,
+            found: self.len(),
+        })
     }
 }
 
@@ -152,7 +157,8 @@ impl Interpreter {
     /// (others are ignored), `received` the values of [`StageProgram::recv`].
     ///
     /// # Errors
-    /// When an input is missing or of another type, or a node fails.
+    /// When an input is missing, a value is of another type, there are more or fewer values than
+    /// the program has, or a node fails.
     pub fn forward(
         &self,
         params: &dyn Params,
@@ -182,6 +188,11 @@ impl Interpreter {
                 .ok_or_else(|| missing(&port.name, ty, batch))?;
             self.bind(&mut frame, port.value, &port.name, value.clone())?;
         }
+        check_count(
+            "values of the stage before",
+            self.program.recv.len(),
+            &received,
+        )?;
         for (hop, value) in self.program.recv.iter().zip(received) {
             self.bind(&mut frame, hop.value, &hop.name, value)?;
         }
@@ -229,7 +240,8 @@ impl Interpreter {
     /// loss.
     ///
     /// # Errors
-    /// When a gradient is of another type or a node fails.
+    /// When a gradient is of another type, there are more or fewer of them than the program has,
+    /// the store has no room for one, or a node fails.
     pub fn backward(
         &self,
         frame: &mut Frame,
@@ -337,6 +349,8 @@ impl Interpreter {
             .send
             .iter()
             .filter_map(|hop| hop.grad.map(|grad| (hop, grad)));
+        let expected = hops.clone().count();
+        check_count("gradients of sent values", expected, &grads)?;
         for ((hop, slot), value) in hops.zip(grads) {
             self.bind(frame, slot, &hop.name, value)?;
         }
@@ -353,24 +367,37 @@ impl Interpreter {
     }
 
     fn bind(&self, frame: &mut Frame, slot: ValueId, name: &str, value: Value) -> Result<()> {
-        let expected = self.program.graph.ty(slot);
-        if value.ty() != expected {
-            return Err(Error::InputType {
-                name: name.to_owned(),
-                expected: expected.to_string(),
-                found: value.ty().to_string(),
-            });
-        }
+        self.check_type(slot, name, &value)?;
         if frame.remaining[slot.index()] > 0 {
             frame.slots[slot.index()] = Some(value);
         }
         Ok(())
     }
 
+    /// Refuses a value of another type than the program has it.
+    fn check_type(&self, id: ValueId, name: &str, value: &Value) -> Result<()> {
+        let expected = self.program.graph.ty(id);
+        if value.ty() == expected {
+            return Ok(());
+        }
+        Err(Error::InputType {
+            name: name.to_owned(),
+            expected: expected.to_string(),
+            found: value.ty().to_string(),
+        })
+    }
+
+    /// Reads a parameter, whose value in the graph is `id`.
+    fn param(&self, params: &dyn Params, id: ValueId, param: ParamId) -> Result<Value> {
+        let value = params.value(param.index())?;
+        self.check_type(id, &self.program.graph.param(param).name, &value)?;
+        Ok(value)
+    }
+
     /// Reads a value; the last read takes it out of the frame.
     fn take(&self, frame: &mut Frame, params: &dyn Params, id: ValueId) -> Result<Value> {
         if let Source::Param(param) = self.program.graph.value(id).source {
-            return params.value(param.index());
+            return self.param(params, id, param);
         }
         if self.program.overlap > Overlap::None {
             self.settle(frame, id)?;
@@ -575,6 +602,16 @@ fn first(call: Call<'_>, inputs: Vec<Value>) -> Result<Value> {
     inputs.into_iter().next().ok_or_else(|| Error::Order {
         value: call.name.to_owned(),
     })
+}
+
+fn check_count(what: &'static str, expected: usize, given: &[Value]) -> Result<()> {
+    let found = given.len();
+    let error = Error::Count {
+        what,
+        expected,
+        found,
+    };
+    (found == expected).then_some(()).ok_or(error)
 }
 
 fn missing(name: &str, ty: &TensorType, batch: &Batch) -> Error {

@@ -182,7 +182,7 @@ impl Interpreter {
             if let (1, Some(value)) = (half, known.get(&param.index())) {
                 return Ok(value.clone());
             }
-            let value = params.value(param.index())?;
+            let value = self.param(params, id, param)?;
             known.insert(param.index(), value.clone());
             return Ok(value);
         }

@@ -14,6 +14,7 @@
 //! - `odd_sizes`: gradients at sizes that leave a tail, with hidden keys and shared heads.
 //! - `parity`: the numbers of `transformers` on the same weights and data.
 //! - `programs`: stage cuts, recomputation and the halves of the backward change no bit.
+//! - `stores`: values, parameters and gradient stores that do not fit a program are refused.
 //! - `support`: runs small graphs.
 
 mod agreement;
@@ -29,4 +30,5 @@ mod nonfinite;
 mod odd_sizes;
 mod parity;
 mod programs;
+mod stores;
 mod support;

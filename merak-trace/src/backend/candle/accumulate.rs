@@ -4,7 +4,7 @@ use super::{
     Candle, elements,
     run::{Node, Number, Results, run},
 };
-use crate::{Call, GradSlot, GradStore, Result, Value, kernels, op::ResultMemory};
+use crate::{Call, Error, GradSlot, GradStore, Result, Value, kernels, op::ResultMemory};
 use merak_mpu::DType;
 use std::{array, ops::Range};
 
@@ -22,7 +22,8 @@ pub(super) fn accumulate(
     store: &mut GradStore,
     slots: &[usize],
 ) -> Result<()> {
-    let targets: Vec<GradSlot> = slots.iter().map(|&slot| store.slots[slot]).collect();
+    let targets = store.targets(call, slots)?;
+    check_types(call, store, &targets)?;
     let of_range = |target: &GradSlot| target.offset..target.offset + target.len;
     let ranges: Vec<_> = targets.iter().map(of_range).collect();
     let mut buffers = targets.iter().map(|target| target.buffer);
@@ -44,6 +45,18 @@ pub(super) fn accumulate(
         _ => run(backend, call, inputs, None)?,
     };
     add_results(backend, &left, store, &targets)
+}
+
+/// Refuses buffers of another element type than the results, whose bytes would be misread.
+fn check_types(call: Call<'_>, store: &GradStore, targets: &[GradSlot]) -> Result<()> {
+    for (target, ty) in targets.iter().zip(call.results) {
+        let found = store.buffers[target.buffer].dtype();
+        if found != ty.dtype {
+            let reason = format!("adds {ty} to a buffer of {found}");
+            return Err(Error::backend(call.name, reason));
+        }
+    }
+    Ok(())
 }
 
 /// Adds computed results to their slots.

@@ -26,11 +26,9 @@ pub(super) fn accumulate(
     store: &GradStore,
     slots: &[usize],
 ) -> Result<()> {
-    let of_slot = |&slot: &usize| Sum {
-        store,
-        target: store.slots[slot],
-    };
-    let sums: Vec<_> = slots.iter().map(of_slot).collect();
+    let targets = store.targets(call, slots)?;
+    let sums = targets.into_iter().map(|target| Sum { store, target });
+    let sums: Vec<_> = sums.collect();
     let only = match sums[..] {
         [sum] => Some(sum),
         _ => None,

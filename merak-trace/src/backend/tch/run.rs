@@ -79,6 +79,9 @@ pub(super) fn run(
             one(Tensor::f_zeros(shape_of(ty), (kind_of(ty)?, device)))
         }
         Op::Embedding { slice: None, .. } => {
+            if backend.is_cpu() {
+                node.check_ids(x(0)?, inputs[1].ty().shape[0])?;
+            }
             one(Tensor::f_embedding(x(1)?, x(0)?, -1, false, false))
         }
         Op::Embedding {
@@ -133,6 +136,9 @@ pub(super) fn run(
         }
         Op::Dropout(spec) => Ok(vec![node.dropout(spec, x(0)?)?]),
         Op::CrossEntropy { label_smoothing } => {
+            if backend.is_cpu() {
+                node.check_labels(x(1)?, inputs[0].ty().last_dim())?;
+            }
             node.at(loss::cross_entropy(x(0)?, x(1)?, *label_smoothing))
         }
         Op::CrossEntropyGrad {

@@ -165,16 +165,17 @@ impl Node<'_> {
         })())
     }
 
-    /// Refuses ids beyond the whole table, which no rank would look up.
-    fn check_ids(&self, ids: &Tensor, rows: usize) -> Result<()> {
+    /// Refuses ids beyond the whole table, which no rank would look up. It waits for a device.
+    pub(super) fn check_ids(&self, ids: &Tensor, rows: usize) -> Result<()> {
         let wrong = self.at(first_outside(ids, rows, None))?;
         wrong.map_or(Ok(()), |(position, id)| {
             Err(self.refused(KernelError::Id { id, position, rows }))
         })
     }
 
-    /// Refuses labels beyond the whole vocabulary, which no rank would count.
-    fn check_labels(&self, labels: &Tensor, classes: usize) -> Result<()> {
+    /// Refuses labels beyond the whole vocabulary, which no rank would count. It waits for a
+    /// device.
+    pub(super) fn check_labels(&self, labels: &Tensor, classes: usize) -> Result<()> {
         let wrong = self.at(first_outside(labels, classes, Some(IGNORED_LABEL)))?;
         wrong.map_or(Ok(()), |(position, label)| {
             Err(self.refused(KernelError::Label {
