@@ -7,7 +7,7 @@ use crate::{
     Call, Error, NodeId, Op, Past, Result, RunContext, TensorType, Value, ValueId, op::Class,
 };
 use merak_mpu::DType;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Keys and values of the positions that have passed, for each sequence and each attention of a
 /// stage of a model that generates.
@@ -47,7 +47,7 @@ pub struct Continuation<'a> {
     pub tail: Option<Tail<'a>>,
 }
 
-/// The next positions of one sequence.
+/// The next positions of one sequence, which has one piece in a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NextPositions {
     /// The number that the caller gave the sequence.
@@ -115,12 +115,13 @@ impl Interpreter {
     /// Runs the forward of the positions that follow in some sequences, and adds them to the cache.
     /// The program is an inference program for a single sequence of this number of positions,
     /// without padding. Values that are sent or output belong to the tail's positions, if there is
-    /// a tail. Otherwise as [`Interpreter::forward`].
+    /// a tail. Nothing is dropped, whatever [`RunContext::training`] says. Otherwise as
+    /// [`Interpreter::forward`].
     ///
     /// # Errors
-    /// As for [`Interpreter::forward`], and when an attention has other positions than the pieces
-    /// or hides keys, or positions are counted from masks or documents; the cache then loses the
-    /// sequences.
+    /// When two pieces are of one sequence. As for [`Interpreter::forward`], and when an attention
+    /// has other positions than the pieces or hides keys, or positions are counted from masks or
+    /// documents; the cache then loses the sequences.
     pub fn forward_cached(
         &self,
         params: &dyn Params,
@@ -134,6 +135,11 @@ impl Interpreter {
             pieces,
             tail,
         } = next;
+        check_sequences(pieces)?;
+        let context = RunContext {
+            training: false,
+            ..context
+        };
         let mut passed: Vec<_> = pieces
             .iter()
             .map(|piece| cache.sequences.remove(&piece.sequence).unwrap_or_default())
@@ -290,6 +296,18 @@ impl Interpreter {
         };
         let picked = run(&embedding, &picked_ty, vec![ids.clone(), table])?;
         run(&reshape(ty), ty, vec![picked])
+    }
+}
+
+/// Refuses a sequence with two pieces: neither would see the other.
+fn check_sequences(pieces: &[NextPositions]) -> Result<()> {
+    let mut seen = BTreeSet::new();
+    match pieces.iter().find(|piece| !seen.insert(piece.sequence)) {
+        None => Ok(()),
+        Some(NextPositions { sequence, .. }) => {
+            let reason = "has several pieces in one pass; its next positions are one piece";
+            Err(Error::backend(format!("sequence {sequence}"), reason))
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::support::{backends, context, numbers, params, value};
 use merak_trace::{
-    Batch, Continuation, Interpreter, KvCache, NextPositions, RunContext, SharedBackend,
+    Batch, Continuation, Interpreter, KvCache, NextPositions, Result, RunContext, SharedBackend,
     SingleRank, StageCuts, StageProgram, Tail,
     models::{self, Head, TraceOptions, Visible},
 };
@@ -249,5 +249,100 @@ fn positions_that_are_counted_in_documents_do_not_pass_in_pieces() {
         let error = forwarded.expect_err("it is refused").to_string();
         let reason = "`document_positions` covers whole sequences, which pass in pieces here";
         assert!(error.ends_with(reason), "{error}");
+    }
+}
+
+/// The logits of the next positions of sequences, which all read the same tokens.
+fn next_of(
+    backend: &SharedBackend,
+    config: &Json,
+    pieces: &[NextPositions],
+    cache: &mut KvCache,
+    context: RunContext,
+) -> Result<Vec<f64>> {
+    let len = pieces.iter().map(|piece| piece.positions).sum();
+    let source = pieces.iter().map(|piece| piece.source).sum();
+    let source = (config["model_type"] == "t5").then_some(source);
+    let runner = interpreter(backend, config, len, source);
+    let params = params(backend, &runner.program().graph);
+    let inputs = runner.program().inputs.iter().map(|port| {
+        let ty = runner.program().graph.ty(port.value);
+        (
+            port.name.clone(),
+            value(backend, ty, &vec![1.0; ty.numel()]),
+        )
+    });
+    let next = Continuation {
+        cache,
+        pieces,
+        tail: None,
+    };
+    let batch: Batch = inputs.collect();
+    let forwarded = runner.forward_cached(&params.views, &batch, Vec::new(), context, next)?;
+    Ok(numbers(backend, &forwarded.outputs[0]))
+}
+
+fn piece(sequence: u64, positions: usize) -> NextPositions {
+    NextPositions {
+        sequence,
+        positions,
+        source: 0,
+    }
+}
+
+#[test]
+fn pieces_pass_without_dropout_in_any_context() {
+    let config = json!({ "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": 32, "n_embd": 12, "n_layer": 1,
+        "n_head": 3, "attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5 });
+    for backend in backends(1) {
+        let logits = |training| {
+            let context = RunContext {
+                training,
+                ..context()
+            };
+            let mut cache = KvCache::default();
+            let mut pass = |positions| {
+                let pieces = [piece(0, positions)];
+                next_of(&backend, &config, &pieces, &mut cache, context).expect("it runs")
+            };
+            [pass(3), pass(1)].concat()
+        };
+        assert!(logits(true) == logits(false), "{}", backend.name());
+    }
+}
+
+#[test]
+fn a_sequence_with_two_pieces_in_a_pass_is_refused_and_stays() {
+    let config = json!({ "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": 32, "n_embd": 12, "n_layer": 1,
+        "n_head": 3 });
+    for backend in backends(1) {
+        let mut cache = KvCache::default();
+        let mut pass = |pieces: &[NextPositions]| {
+            let passed = next_of(&backend, &config, pieces, &mut cache, context());
+            (passed, cache.positions(7))
+        };
+        pass(&[piece(7, 2)]).0.expect("it runs");
+        let (refused, positions) = pass(&[piece(7, 1), piece(4, 2), piece(7, 1)]);
+        let error = refused.expect_err("it is refused").to_string();
+        assert_eq!(
+            error,
+            "sequence 7: has several pieces in one pass; its next positions are one piece"
+        );
+        assert_eq!(positions, 2);
+    }
+}
+
+#[test]
+fn one_position_sees_of_an_encoder_without_input_what_several_do() {
+    let config = json!({ "model_type": "t5", "vocab_size": VOCAB, "d_model": 12, "d_kv": 4, "d_ff": 20, "num_layers": 1,
+        "num_heads": 3 });
+    for backend in backends(1) {
+        let logits = |positions| {
+            let pieces = [piece(0, positions)];
+            let cache = &mut KvCache::default();
+            next_of(&backend, &config, &pieces, cache, context()).expect("it runs")
+        };
+        let what = format!("on {}", backend.name());
+        assert_near(&logits(1), &logits(2)[..VOCAB], &what);
     }
 }

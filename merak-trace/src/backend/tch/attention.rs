@@ -170,6 +170,12 @@ impl Node<'_> {
         let (q, k, v) = (x(0)?, x(1)?, x(2)?);
         let sizes = Sizes::of(spec, q, k, self.call.context.place);
         let terms = Terms::find(inputs, 3)?;
+        if sizes.k_len == 0 {
+            // ATen's kernels divide by the number of keys.
+            let rows = [sizes.batch, sizes.heads, sizes.q_len];
+            let lse = Tensor::f_zeros(rows, (stat_kind(q.kind()), q.device()));
+            return Ok(vec![self.at(q.f_zeros_like())?, self.at(lse)?]);
+        }
         let factors = self.attention_mask(spec, &sizes, stat_kind(q.kind()))?;
         if factors.is_none() && self.has_own_attention(spec, &sizes, &terms, q) {
             let (out, lse) = self.own_attention(spec, &sizes, [q, k, v])?;
@@ -225,6 +231,9 @@ impl Node<'_> {
         };
         let sizes = Sizes::of(spec, q, k, self.call.context.place);
         let terms = Terms::find(inputs, 6)?;
+        if sizes.k_len == 0 {
+            return self.grads_without_keys([q, k, v], &terms);
+        }
         let factors = self.attention_mask(spec, &sizes, stat_kind(q.kind()))?;
         if factors.is_none() && self.has_own_attention(spec, &sizes, &terms, q) {
             return self.own_attention_grad(spec, &sizes, [x(0)?, q, k, v, x(4)?], lse);
@@ -274,6 +283,13 @@ impl Node<'_> {
         let mut grads = self.at(outcome())?;
         grads.extend(dtable);
         Ok(grads)
+    }
+
+    /// The gradients of an attention without keys, which are zeros.
+    fn grads_without_keys(&self, qkv: [&Tensor; 3], terms: &Terms<'_>) -> Result<Vec<Tensor>> {
+        let table = terms.table.map(|[table, _]| table);
+        let operands = qkv.into_iter().chain(table);
+        operands.map(|x| self.at(x.f_zeros_like())).collect()
     }
 
     /// Whether this crate's kernel computes the node without dropout, as the fastest: see [`own`].

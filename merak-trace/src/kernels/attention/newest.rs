@@ -31,7 +31,8 @@ pub struct Newest<'a, T> {
 /// # Shapes
 ///
 /// See [`Newest`]. Of the spec, only the heads, the scale, the window and the bias are used. A
-/// query sees all keys, as the last position of a causal attention does. A row of the bias has an
+/// query sees all keys, as the last position of a causal attention does; where there are none, the
+/// result is zero. A row of the bias has an
 /// element for each key of the longest sequence; a shorter sequence takes the last ones.
 ///
 /// # Panics
@@ -129,7 +130,13 @@ impl<T: Float> Head<'_, T> {
             for score in &mut *scores {
                 *score = Float::exp(*score - largest);
             }
-            let inverse = T::ONE / sum([&scores[..]], |[p]| p);
+            let total = sum([&scores[..]], |[p]| p);
+            // Without keys, the result is zero.
+            let inverse = if total == T::ZERO {
+                T::ZERO
+            } else {
+                T::ONE / total
+            };
             out.fill(T::ZERO);
             for (&p, value) in scores.iter().zip(values.chunks_exact(width)) {
                 for (out, &value) in out.iter_mut().zip(&value[columns.clone()]) {
@@ -156,6 +163,8 @@ mod tests {
             (&[1, 9, 200][..], (6, 3), 24, None, false),
             (&[300, 5, 290, 70], (4, 1), 64, None, true),
             (&[33, 40], (2, 2), 5, Some(7), true),
+            // An encoder that has read nothing.
+            (&[0, 3], (2, 1), 4, None, false),
         ] {
             // The last keys of the longest sequence are those of the others.
             let longest = lengths.iter().copied().max().unwrap_or(0);
