@@ -161,7 +161,15 @@ impl Shapes<'_> {
         };
         // Slices of queries take their share of all: the mean, where the last ones see most keys.
         let queries = if spec.queries.is_some() { keys } else { own };
-        let most = spec.window.map_or(keys, |window| keys.min(window as u128));
+        let reach = |window: usize| {
+            let one_way = window as u128;
+            if spec.causal {
+                one_way
+            } else {
+                (2 * one_way).saturating_sub(1)
+            }
+        };
+        let most = spec.window.map_or(keys, |window| keys.min(reach(window)));
         let seen = if spec.causal {
             // Query i of Q sees keys up to K - Q + i: sums of min(n, most) over the last Q numbers
             // n up to K.
@@ -257,6 +265,9 @@ mod tests {
             attention(4, 4, true, Some(2)),
             2 * (1 + 2 + 2 + 2) * per_score
         );
+        // Two keys before a query and two behind it.
+        assert_eq!(attention(8, 8, false, Some(3)), 2 * 8 * 5 * per_score);
+        assert_eq!(attention(4, 4, false, Some(3)), 2 * 16 * per_score);
     }
 
     #[test]
