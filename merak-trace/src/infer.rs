@@ -45,13 +45,16 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         Op::Linear { layout, bias } => linear(*layout, *bias, inputs),
         Op::LinearGradInput { layout } => {
             let [dy, w] = operands(inputs)?;
+            can_multiply(dy, w)?;
             matches_dim(dy.last_dim(), w, layout.out_dim())?;
             Ok(vec![dy.with_dim(dy.ndim() - 1, w.shape[layout.in_dim()])])
         }
         Op::LinearGradWeight { layout } => {
             let [x, dy] = operands(inputs)?;
-            ensure(x.rows() == dy.rows(), || {
-                format!("{x} and {dy} have different rows")
+            has_dim(x, 0)?;
+            has_dim(dy, 0)?;
+            ensure(x.rows() == dy.rows() && x.dtype == dy.dtype, || {
+                format!("{x} and {dy} have different rows or element types")
             })?;
             let mut shape = vec![0; 2];
             shape[layout.in_dim()] = x.last_dim();
@@ -79,6 +82,7 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             let [ids, dy] = operands(inputs)?;
             is_ids(ids)?;
             is_row(*padding, slice.map_or(*rows, |slice| slice.full))?;
+            has_dim(dy, 0)?;
             ensure(ids.shape[..] == dy.shape[..dy.ndim() - 1], || {
                 format!("ids {ids} do not index {dy}")
             })?;
@@ -86,14 +90,15 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         }
         Op::LayerNorm { .. } => {
             let [x, w, b] = operands(inputs)?;
-            is_vector_of(w, x.last_dim())?;
-            is_vector_of(b, x.last_dim())?;
+            is_float(x)?;
+            is_vector_of(w, x.last_dim(), x.dtype)?;
+            is_vector_of(b, x.last_dim(), x.dtype)?;
             Ok(vec![x.clone(), rows_of(x), rows_of(x)])
         }
         Op::LayerNormGradInput => {
             let [dy, x, w, _, _] = operands(inputs)?;
             same(dy, x)?;
-            is_vector_of(w, x.last_dim())?;
+            is_vector_of(w, x.last_dim(), x.dtype)?;
             Ok(vec![x.clone()])
         }
         Op::LayerNormGradParams => {
@@ -103,13 +108,14 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         }
         Op::RmsNorm { .. } => {
             let [x, w] = operands(inputs)?;
-            is_vector_of(w, x.last_dim())?;
+            is_float(x)?;
+            is_vector_of(w, x.last_dim(), x.dtype)?;
             Ok(vec![x.clone(), rows_of(x)])
         }
         Op::RmsNormGradInput => {
             let [dy, x, w, _] = operands(inputs)?;
             same(dy, x)?;
-            is_vector_of(w, x.last_dim())?;
+            is_vector_of(w, x.last_dim(), x.dtype)?;
             Ok(vec![x.clone()])
         }
         Op::RmsNormGradParams => {
@@ -158,9 +164,16 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             )?;
             Ok(vec![x.clone()])
         }
-        Op::Activation(_) | Op::Softmax | Op::InverseRoot | Op::Dropout(_) | Op::Scale { .. } => {
+        Op::Activation(_) | Op::Softmax | Op::InverseRoot | Op::Scale { .. } => {
             let [x] = operands(inputs)?;
             is_float(x)?;
+            Ok(vec![x.clone()])
+        }
+        Op::Dropout(_) => {
+            let [x] = operands(inputs)?;
+            is_float(x)?;
+            // It numbers the samples.
+            has_dim(x, 0)?;
             Ok(vec![x.clone()])
         }
         Op::Identity | Op::ShareGrad { .. } | Op::CopyTo { .. } | Op::AllReduce { .. } => {
@@ -169,6 +182,7 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         }
         Op::ActivationGrad(_) | Op::SoftmaxGrad | Op::SiluMul => {
             let [x, dy] = operands(inputs)?;
+            is_float(x)?;
             same(x, dy)?;
             Ok(vec![x.clone()])
         }
@@ -306,16 +320,13 @@ fn linear(layout: WeightLayout, bias: bool, inputs: &[TensorType]) -> Types {
     let (x, w) = if bias {
         let [x, w, b] = operands(inputs)?;
         has_ndim(w, 2)?;
-        is_vector_of(b, w.shape[layout.out_dim()])?;
+        is_vector_of(b, w.shape[layout.out_dim()], w.dtype)?;
         (x, w)
     } else {
         let [x, w] = operands(inputs)?;
         (x, w)
     };
-    has_ndim(w, 2)?;
-    ensure(x.ndim() >= 1 && x.dtype == w.dtype, || {
-        format!("{x} cannot be multiplied by {w}")
-    })?;
+    can_multiply(x, w)?;
     matches_dim(x.last_dim(), w, layout.in_dim())?;
     Ok(vec![x.with_dim(x.ndim() - 1, w.shape[layout.out_dim()])])
 }
@@ -491,9 +502,16 @@ fn has_dim(x: &TensorType, dim: usize) -> Result<(), Reason> {
     ensure(dim < x.ndim(), || format!("{x} has no dimension {dim}"))
 }
 
-fn is_vector_of(x: &TensorType, len: usize) -> Result<(), Reason> {
-    ensure(x.shape == [len], || {
-        format!("expected a vector of {len}, found {x}")
+fn is_vector_of(x: &TensorType, len: usize, dtype: DType) -> Result<(), Reason> {
+    let expected = TensorType::new([len], dtype);
+    ensure(*x == expected, || format!("expected {expected}, found {x}"))
+}
+
+/// Rows and the matrix of a linear layer.
+fn can_multiply(x: &TensorType, w: &TensorType) -> Result<(), Reason> {
+    has_ndim(w, 2)?;
+    ensure(x.ndim() >= 1 && x.dtype == w.dtype, || {
+        format!("{x} cannot be multiplied by {w}")
     })
 }
 
@@ -504,6 +522,7 @@ fn matches_dim(features: usize, w: &TensorType, dim: usize) -> Result<(), Reason
 }
 
 fn labels_fit(logits: &TensorType, labels: &TensorType) -> Result<(), Reason> {
+    is_float(logits)?;
     is_ids(labels)?;
     ensure(
         logits.ndim() >= 1 && logits.shape[..logits.ndim() - 1] == labels.shape[..],
@@ -541,4 +560,97 @@ fn divides(
     ensure(fits(x.shape[shard.dim], full), || {
         format!("dimension {} of {x} is no slice of {full}", shard.dim)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::DropoutSpec;
+
+    fn ty<const N: usize>(shape: [usize; N], dtype: DType) -> TensorType {
+        TensorType::new(shape, dtype)
+    }
+
+    /// Why operations refuse their operands.
+    fn reasons(cases: &[(Op, Vec<TensorType>)]) -> String {
+        let reason = |(op, inputs): &(Op, Vec<TensorType>)| {
+            let reason = infer(op, inputs).expect_err(op.name());
+            format!("{}: {reason}", op.name())
+        };
+        cases.iter().map(reason).collect::<Vec<_>>().join("\n")
+    }
+
+    #[test]
+    fn operands_of_other_element_types_than_kernels_take_are_refused() {
+        let (f32s, ids) = (|| ty([2, 3], DType::F32), || ty([2, 3], DType::I64));
+        let vector = |dtype| ty([3], dtype);
+        let layer_norm = Op::LayerNorm { eps: 1e-5 };
+        let layout = WeightLayout::OutIn;
+        let loss = Op::CrossEntropy {
+            label_smoothing: 0.0,
+        };
+        let cases = [
+            (
+                layer_norm.clone(),
+                vec![ids(), vector(DType::I64), vector(DType::I64)],
+            ),
+            (
+                layer_norm,
+                vec![f32s(), vector(DType::F32), vector(DType::F64)],
+            ),
+            (Op::RmsNorm { eps: 1e-5 }, vec![f32s(), vector(DType::F64)]),
+            (Op::SiluMul, vec![ids(), ids()]),
+            (loss, vec![ty([2, 3, 5], DType::I64), ids()]),
+            (
+                Op::Linear { layout, bias: true },
+                vec![f32s(), ty([4, 3], DType::F32), ty([4], DType::F64)],
+            ),
+            (
+                Op::LinearGradInput { layout },
+                vec![f32s(), ty([3, 4], DType::F64)],
+            ),
+        ];
+        insta::assert_snapshot!(reasons(&cases), @"
+        layer_norm: i64[2, 3] is not of a float type
+        layer_norm: expected f32[3], found f64[3]
+        rms_norm: expected f32[3], found f64[3]
+        silu_mul: i64[2, 3] is not of a float type
+        cross_entropy: i64[2, 3, 5] is not of a float type
+        linear: expected f32[4], found f64[4]
+        linear_grad_input: f32[2, 3] cannot be multiplied by f64[3, 4]
+        ");
+    }
+
+    #[test]
+    fn scalars_have_no_rows_features_or_samples() {
+        let scalar = TensorType::scalar;
+        let layout = WeightLayout::OutIn;
+        let dropout = DropoutSpec {
+            p: 0.5,
+            key: 1,
+            slice: None,
+            nested: None,
+        };
+        let lookup = Op::EmbeddingGrad {
+            rows: 4,
+            padding: None,
+            slice: None,
+        };
+        let float = || scalar(DType::F32);
+        let cases = [
+            (
+                Op::LinearGradInput { layout },
+                vec![float(), ty([4, 3], DType::F32)],
+            ),
+            (Op::LinearGradWeight { layout }, vec![float(), float()]),
+            (lookup, vec![scalar(DType::I64), float()]),
+            (Op::Dropout(dropout), vec![float()]),
+        ];
+        insta::assert_snapshot!(reasons(&cases), @"
+        linear_grad_input: f32[] cannot be multiplied by f32[4, 3]
+        linear_grad_weight: f32[] has no dimension 0
+        embedding_grad: f32[] has no dimension 0
+        dropout: f32[] has no dimension 0
+        ");
+    }
 }

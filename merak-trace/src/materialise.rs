@@ -9,7 +9,8 @@ use merak_mpu::{Coord, DType, Element, hash::fnv1a};
 /// Most elements that are drawn at a time, unless one row is longer.
 const BLOCK: usize = 1 << 20;
 
-/// Fills `out` with the starting values of a parameter's slice on the rank at `place`.
+/// Fills `out` with the starting values of a parameter's slice on the rank at `place`; room behind
+/// the end of a cut dimension is zero.
 ///
 /// A value depends only on the seed, the parameter's name and the index of the element in the full
 /// tensor.
@@ -44,13 +45,15 @@ pub fn initial_values<T: Element>(
         "one value per element of {}",
         param.name
     );
+    out.fill(T::zeroed());
     each_initial_values(threads, seed, param, place, &mut |first, values| {
         out[first..][..values.len()].copy_from_slice(values);
     });
 }
 
 /// Passes the values of [`initial_values`] to `show` a few at a time, with the index of their first
-/// in the local tensor. A caller that keeps them in another type converts them there.
+/// in the local tensor; none are of the room behind the end of a cut dimension. A caller that keeps
+/// them in another type converts them there.
 ///
 /// # Panics
 /// When `T` is neither `f32` nor `f64`.
@@ -155,5 +158,17 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn padding_behind_a_cut_vocabulary_is_zero() {
+        let full = TensorType::new([3, 2], DType::F32);
+        let mut param = Param::new("wte", full, Init::Normal(1.0), ParamRole::Embedding);
+        param.place(Axis::Tensor, Placement::shard(0, 3), 2);
+        let mut local = vec![f32::NAN; 4];
+        let last = Coord::default().with(Axis::Tensor, 1);
+        initial_values(&Threads::one(), 1, &param, last, &mut local);
+        assert!(local[..2].iter().all(|x| x.is_normal()));
+        assert_eq!(local[2..], [0.0, 0.0]);
     }
 }
