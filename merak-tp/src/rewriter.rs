@@ -230,7 +230,7 @@ impl<'a> Rewriter<'a> {
             .flat_map(|node| node.inputs.iter().copied())
             .collect();
         used.extend(model.outputs().iter().map(|port| port.value));
-        let mut graph = Graph::new();
+        let mut graph = Graph::new().with_overlap(model.overlap());
         graph.reserve_names(model.nodes().iter().map(|node| &node.name));
         let mut rewriter = Self {
             model,

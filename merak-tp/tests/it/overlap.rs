@@ -19,9 +19,11 @@ fn graph(overlap: Overlap, samples: usize) -> Graph {
         ..TraceOptions::training(samples, 8)
     };
     let whole = model(&gpt2(2, 0.1, true)).trace(&options);
+    let whole = whole.expect("the sizes fit").with_overlap(overlap);
     let lists = default_lists("gpt2").expect("the family has defaults");
-    let split = rewrite(&whole.expect("the sizes fit"), &lists, 2).expect("it can be split");
-    split.graph.with_overlap(overlap)
+    let split = rewrite(&whole, &lists, 2).expect("it can be split");
+    assert_eq!(split.graph.overlap(), overlap);
+    split.graph
 }
 
 /// Its program.

@@ -94,7 +94,7 @@ pub fn extend<E: From<crate::Error>>(
 ) -> Result<Graph, E> {
     let mut copy = Copy {
         graph,
-        new: Rc::new(RefCell::new(Graph::new())),
+        new: Rc::new(RefCell::new(Graph::new().with_overlap(graph.overlap()))),
         values: BTreeMap::new(),
         declare,
     };

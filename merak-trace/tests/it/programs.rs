@@ -4,8 +4,8 @@ use crate::support::{
     backend, context, floats, grad_store, interpreter, loss_and_grads, numbers, params, value,
 };
 use merak_trace::{
-    Batch, DType, Graph, Hop, Interpreter, Op, Port, RecomputePlan, SingleRank, StageCuts,
-    StageProgram, TensorType, Value, fx,
+    Batch, DType, Error, Graph, Hop, Interpreter, Op, Overlap, Port, RecomputePlan, SingleRank,
+    StageCuts, StageProgram, TensorType, Value, fx,
     models::{self, TraceOptions},
 };
 use serde_json::{Value as Json, json};
@@ -328,4 +328,15 @@ fn a_batch_without_samples_has_no_loss_and_no_gradients() {
     let (loss, grads) = loss_and_grads(&graph, &batch, 2);
     assert!(loss == 0.0, "{loss}");
     assert!(grads.iter().flatten().all(|&x| x == 0.0));
+}
+
+#[test]
+fn an_extended_model_overlaps_what_the_original_does() {
+    let graph = trace(&gpt2(true)).with_overlap(Overlap::Block);
+    let copy = fx::extend(
+        &graph,
+        |_| (),
+        |original| Ok::<_, Error>(original.copy()?.outputs),
+    );
+    assert_eq!(copy.expect("nothing is changed").overlap(), Overlap::Block);
 }
