@@ -136,7 +136,7 @@ fn lines(
 }
 
 fn cells(stage: &StageReport) -> [String; HEADER.len()] {
-    let backward = stage.backward.flops + stage.recompute.flops;
+    let backward = (stage.backward + stage.recompute).flops;
     [
         stage.stage.to_string(),
         stage.rank.to_string(),

@@ -225,3 +225,12 @@ fn a_list_of_another_length_than_the_stages_is_refused() {
     assert!(matches!(error, Error::PerStage { .. }));
     assert_snapshot!(error, @"expected one entry of live_microbatches for each of 2 stages, found 3");
 }
+
+#[test]
+fn counts_that_end_at_the_largest_number_print_as_such() {
+    let (graph, partition) = partition(SplitMethod::FarthestMinDeps, 2);
+    let mut report = of(&graph, &partition);
+    report.stages[0].backward.flops = u64::MAX;
+    report.stages[0].recompute.flops = 1;
+    assert!(report.to_string().contains("18.4 EFLOP"), "{report}");
+}
