@@ -120,6 +120,15 @@ pub enum Error {
         /// Name of the layer's node.
         node: String,
     },
+    /// A dropout whose masks would depend on the size of a microbatch.
+    #[error(
+        "{node}: dropout counts samples along dimension 0, which holds the sequence: use `Module::dropout_by` with the \
+         dimension of the samples"
+    )]
+    DropoutOfPositions {
+        /// Name of the node.
+        node: String,
+    },
     /// A module is to be split both ways.
     #[error(
         "{module} is to be column-parallel ({col}) and row-parallel ({row}): take it out of one list"

@@ -138,7 +138,7 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
         | Op::Identity
         | Op::ShareGrad { .. }
         | Op::Cast { .. } => elementwise::unary(site),
-        Op::Dropout(dropout) => elementwise::dropout(site, dropout),
+        Op::Dropout(dropout) => elementwise::dropout(site, dropout)?,
         Op::Add | Op::Mul | Op::SiluMul => elementwise::binary(site),
         Op::Reshape { shape } => shape::reshape(site, shape),
         Op::Transpose { perm } => shape::transpose(site, perm),

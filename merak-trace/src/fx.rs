@@ -25,6 +25,7 @@ use crate::{
 use merak_mpu::{DType, hash::fnv1a};
 use std::{
     cell::{OnceCell, RefCell},
+    iter,
     rc::Rc,
     sync::Arc,
 };
@@ -505,7 +506,8 @@ impl Module {
         self.apply1(Op::SiluMul, &[gate, up])
     }
 
-    /// Zeroes elements with probability `p`; adds no node when `p` is 0.
+    /// Zeroes elements with probability `p`; adds no node when `p` is 0. The mask of an element
+    /// follows from its sample, which dimension 0 counts; [`Module::dropout_by`] is for others.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -525,6 +527,22 @@ impl Module {
             p,
             &[x],
         )
+    }
+
+    /// [`Module::dropout`] of a value whose dimension `batch_dim` counts the samples, as 1 does in
+    /// `[S, B, H]`: that one comes first while elements are zeroed.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn dropout_by(&self, x: &Symbol, batch_dim: usize, p: f64) -> Result<Symbol> {
+        if p <= 0.0 || batch_dim == 0 {
+            return self.dropout(x, p);
+        }
+        let others = (0..x.ty.ndim()).filter(|&dim| dim != batch_dim);
+        let there: Vec<_> = iter::once(batch_dim).chain(others).collect();
+        let back = (1..=batch_dim).chain([0]).chain(batch_dim + 1..x.ty.ndim());
+        let dropped = self.dropout(&self.transpose(x, &there)?, p)?;
+        self.transpose(&dropped, &back.collect::<Vec<_>>())
     }
 
     /// `a + b`, `b` repeated over the leading dimensions of `a`.
@@ -595,15 +613,19 @@ impl Module {
     /// The first position of each sequence: `[B, S, ..] -> [B, ..]`.
     ///
     /// # Errors
-    /// As [`Module::apply`].
+    /// As [`Module::apply`], as where a sequence has no position.
     pub fn first(&self, x: &Symbol) -> Result<Symbol> {
-        let shape = x.shape();
-        let (len, kept) = (shape[1], [&shape[..1], &shape[2..]].concat());
-        if len == 1 {
-            return self.reshape(x, &kept);
-        }
-        let first = self.split(x, 1, &[1, len - 1])?.swap_remove(0);
-        self.reshape(&first, &kept)
+        let mut shape = x.shape().to_vec();
+        let first = match shape.get(1) {
+            Some(1) => x.clone(),
+            // Without a position to take, the split is refused.
+            len => {
+                let others = len.map_or(0, |len| len.saturating_sub(1));
+                self.split(x, 1, &[1, others])?.swap_remove(0)
+            }
+        };
+        shape.remove(1);
+        self.reshape(&first, &shape)
     }
 
     /// The same elements in another shape.
@@ -651,5 +673,31 @@ impl Module {
         label_smoothing: f64,
     ) -> Result<Symbol> {
         self.apply1(Op::CrossEntropy { label_smoothing }, &[logits, labels])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_position_is_one_of_a_sequence_that_has_some() {
+        let first = |shape: &[usize]| {
+            let mut ty = String::new();
+            trace(DType::F32, |module| {
+                let x = module.input("x", TensorType::new(shape, DType::F32));
+                ty = module.sub("pooler").first(&x)?.ty().to_string();
+                Ok(())
+            })?;
+            Ok::<_, crate::Error>(ty)
+        };
+        for sequence in [1, 5] {
+            assert_eq!(first(&[2, sequence, 4]).unwrap(), "f32[2, 4]");
+        }
+        assert_eq!(first(&[2, 3]).unwrap(), "f32[2]");
+        let refused = |shape: &[usize]| first(shape).unwrap_err();
+        insta::assert_snapshot!(refused(&[2, 0, 4]), @"pooler: split: pieces [1, 0] do not make up dimension 1 of f32[2, 0, 4]");
+        insta::assert_snapshot!(refused(&[2]), @"pooler: split: f32[2] has no dimension 1");
+        insta::assert_snapshot!(refused(&[]), @"pooler: split: f32[] has no dimension 1");
     }
 }

@@ -1,6 +1,7 @@
 //! Operations that treat every element alike.
 
 use super::{Need, NodePlacement, Site};
+use crate::{Error, Result};
 use merak_trace::{
     Axis, Op, Placement, Shard,
     op::{AxisSlice, DropoutSpec},
@@ -22,10 +23,18 @@ pub(super) fn unary(site: &Site<'_>) -> NodePlacement {
 ///
 /// A slice of the mask has neighbouring indices, or those of a mirrored cut: fused parts are joined
 /// first.
-pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
+///
+/// # Errors
+/// [`Error::DropoutOfPositions`] when the sequence lies where a mask counts the samples.
+pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> Result<NodePlacement> {
     let Some(shard) = site.shard(0) else {
-        return site.whole();
+        return Ok(site.whole());
     };
+    if site.along_sequence[0] && shard.dim == 0 {
+        return Err(Error::DropoutOfPositions {
+            node: site.node.name.to_string(),
+        });
+    }
     let is_slice = shard.is_of_one() && !site.pads(0);
     let spec = match site.options.axis {
         Axis::Sequence => of_sequence(site, shard, dropout),
@@ -37,14 +46,14 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
         }
     };
     let Some(spec) = spec.filter(|_| is_slice) else {
-        return site.whole();
+        return Ok(site.whole());
     };
     let op = Op::Dropout(spec);
-    NodePlacement::new(
+    Ok(NodePlacement::new(
         [Need::Cut(shard.clone())],
         op,
         [Placement::Shard(shard.clone())],
-    )
+    ))
 }
 
 /// The mask of a slice over the sequence axis, which each tensor rank may have a slice of along the

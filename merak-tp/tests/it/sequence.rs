@@ -200,12 +200,17 @@ fn a_parameter_with_both_kinds_of_uses_sums_at_each_use() {
 
 /// An attention whose hidden states have the sequence before the batch.
 pub(crate) fn sequence_first() -> Graph {
+    sequence_first_with_samples(1)
+}
+
+/// The same with dropout by samples along some dimension.
+fn sequence_first_with_samples(batch_dim: usize) -> Graph {
     let model = fx::trace(DType::F64, |module| {
         let ids = module.input("ids", TensorType::new([4, 2], DType::I64));
         let (x, _) = module
             .sub("wte")
             .embedding(&ids, 101, 8, Init::Normal(1.0))?;
-        let x = module.dropout(&x, 0.5)?;
+        let x = module.sub("drop").dropout_by(&x, batch_dim, 0.5)?;
         let linear = |name: &str, x: &fx::Symbol| {
             module
                 .sub(name)
@@ -253,6 +258,14 @@ fn the_sequence_may_come_first() {
         split.report.gathers
     );
     assert_same(&whole, &split.graph, 2);
+}
+
+#[test]
+fn dropout_that_counts_positions_as_samples_is_refused() {
+    let whole = sequence_first_with_samples(0);
+    let first = Options::new(2).with_sequence(Sequence::Cut { dim: 0 });
+    let error = rewrite_with(&whole, &first.with_lists(lists())).unwrap_err();
+    insta::assert_snapshot!(error, @"drop.dropout: dropout counts samples along dimension 0, which holds the sequence: use `Module::dropout_by` with the dimension of the samples");
 }
 
 #[test]

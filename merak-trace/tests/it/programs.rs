@@ -4,8 +4,8 @@ use crate::support::{
     backend, context, floats, grad_store, interpreter, loss_and_grads, numbers, params, value,
 };
 use merak_trace::{
-    Batch, DType, Error, Graph, Hop, Interpreter, Op, Overlap, Port, RecomputePlan, SingleRank,
-    StageCuts, StageProgram, TensorType, Value, fx,
+    Batch, DType, Error, Graph, Hop, Interpreter, Op, Overlap, Port, RecomputePlan, RunContext,
+    SingleRank, StageCuts, StageProgram, TensorType, Value, fx,
     models::{self, TraceOptions},
 };
 use serde_json::{Value as Json, json};
@@ -339,4 +339,34 @@ fn an_extended_model_overlaps_what_the_original_does() {
         |original| Ok::<_, Error>(original.copy()?.outputs),
     );
     assert_eq!(copy.expect("nothing is changed").overlap(), Overlap::Block);
+}
+
+#[test]
+fn the_masks_of_a_sample_are_the_same_alone_and_among_others_in_any_dimension() {
+    let backend = backend(1);
+    let dropped = |samples: usize, sample_base: u64| {
+        let ty = TensorType::new([3, 5, samples, 4], DType::F32);
+        let graph = fx::trace(DType::F32, |module| {
+            let x = module.input("x", ty.clone());
+            module.output("y", &module.dropout_by(&x, 2, 0.5)?);
+            Ok(())
+        });
+        let graph = graph.expect("the operands fit");
+        let program = StageProgram::inference(&graph, &StageCuts::whole(&graph), 0);
+        let program = Arc::new(program.expect("one stage"));
+        let runner = Interpreter::new(program, Arc::clone(&backend), Arc::new(SingleRank));
+        let x = value(&backend, &ty, &vec![1.0; ty.numel()]);
+        let batch = Batch::from([("x".to_owned(), x)]);
+        let context = RunContext {
+            sample_base,
+            ..context()
+        };
+        let forwarded = runner.forward(&Vec::new(), &batch, Vec::new(), context);
+        numbers(&backend, &forwarded.expect("it runs").outputs[0])
+    };
+    let (both, alone) = (dropped(2, 6), [dropped(1, 6), dropped(1, 7)]);
+    for (row, numbers) in both.chunks_exact(4).enumerate() {
+        assert_eq!(numbers, &alone[row % 2][row / 2 * 4..][..4]);
+    }
+    assert!(alone[0] != alone[1]);
 }
