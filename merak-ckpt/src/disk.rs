@@ -44,7 +44,8 @@ pub(crate) fn sync_folder(path: &Path) -> Result<()> {
         .map_err(io_error("sync", path))
 }
 
-/// Makes a folder and those around it; returns the ones that were not there, innermost first.
+/// Makes a folder and those around it, so that a crash cannot lose their names; returns the ones
+/// that were not there, innermost first.
 pub(crate) fn create_folders(path: &Path) -> Result<Vec<PathBuf>> {
     let around = path.ancestors();
     let around = around.filter(|folder| !folder.as_os_str().is_empty());
@@ -52,6 +53,7 @@ pub(crate) fn create_folders(path: &Path) -> Result<Vec<PathBuf>> {
     let missing: Vec<_> = missing.map(Path::to_owned).collect();
     missing.iter().try_for_each(|folder| check_link(folder))?;
     fs::create_dir_all(path).map_err(io_error("create", path))?;
+    missing.iter().try_for_each(|folder| sync_parent(folder))?;
     Ok(missing)
 }
 
