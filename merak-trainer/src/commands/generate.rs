@@ -11,7 +11,7 @@ use super::{
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
 use merak_ckpt::{Adapter, Checkpoint, Completion, words::file};
 use merak_trainer::{
-    Config, Error, Given, MerakTrainer, Origin, Result, World,
+    Config, Error, Given, MerakTrainer, Result, World,
     data::{ChatPrompts, Tokenizer},
     metrics::Screen,
 };
@@ -60,7 +60,8 @@ pub(crate) struct Args {
     /// Takes the averages of the weights, which a run with `ema_decay` keeps, in their place.
     #[arg(long)]
     ema: bool,
-    /// Most new tokens per prompt [default: 128, where the environment has no other].
+    /// Most new tokens per prompt, as the model's sequence has room [default: 1024, where the
+    /// environment has no other].
     #[arg(long, allow_negative_numbers = true)]
     max_new_tokens: Option<usize>,
     /// Sampling temperature; 0 or `greedy` takes the likeliest token [default: 0.9].
@@ -114,9 +115,6 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
 }
-
-/// Default number of new tokens per prompt.
-const NEW_TOKENS: usize = 128;
 
 /// Name that `--adapter` has for the base model.
 const BASE: &str = "none";
@@ -309,13 +307,7 @@ impl Args {
             given.push(of_checkpoint("lora_config", file.display().to_string()));
             given.push(of_checkpoint("adapter_name", name));
         }
-        let config = world::of_environment(given.iter().cloned())?;
-        let is_open = |key: &str| config.origin(key) == Origin::Default;
-        if is_open("max_new_tokens") && is_open("out_seq_length") {
-            given.push(Given::always("max_new_tokens", NEW_TOKENS.to_string()));
-            return world::of_environment(given);
-        }
-        Ok(config)
+        world::of_environment(given)
     }
 
     /// The results of each adapter, as output.

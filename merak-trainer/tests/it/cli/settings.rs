@@ -53,6 +53,18 @@ fn generation_takes_its_options_from_the_environment_too() {
 }
 
 #[test]
+fn a_generation_without_a_limit_goes_on_as_far_as_the_sequence_has_room() {
+    let place = Workplace::new();
+    let mut long = model();
+    long["n_positions"] = 160.into();
+    place.write("model.json", &long.to_string());
+    place.succeed("train merak.toml --max_steps 1 --seq_length 160 --data.validation_fraction 0.2");
+    let tokens = |variables: &_| generated(&place, "--min-new-tokens 159", variables).len();
+    assert_eq!(tokens(&[]), 159);
+    assert_eq!(tokens(&[("MERAK_OUT_SEQ_LENGTH", "140")]), 140);
+}
+
+#[test]
 fn special_tokens_are_checked_against_the_vocabulary() {
     let place = Workplace::new();
     insta::assert_snapshot!(place.mistake("train merak.toml --eos_token_id 257"), @r#"error: "eos_token_id" is 257, but the model knows the tokens 0 to 256 only (command line --eos_token_id)"#);
