@@ -32,8 +32,13 @@ const IDLE: &[Idle] = &[
     ),
     (
         &["metric_for_best_model", "greater_is_better"],
-        |args| args.load_best_model_at_end || args.early_stopping_patience.is_some(),
-        "neither \"load_best_model_at_end\" nor \"early_stopping_patience\" is set",
+        |args| args.do_eval,
+        "\"do_eval\" is false",
+    ),
+    (
+        &["metric_for_best_model", "greater_is_better"],
+        |args| !args.do_eval || args.saves() || args.early_stopping_patience.is_some(),
+        "no checkpoint is saved, and \"early_stopping_patience\" is unset",
     ),
     (
         &[
@@ -215,5 +220,24 @@ mod tests {
                 "\"sp_method\" has no effect: \"sp\" is 1",
             ]
         );
+    }
+
+    #[test]
+    fn evaluations_judge_checkpoints_whether_or_not_the_best_one_is_loaded() {
+        let metric = "metric_for_best_model=eval_accuracy";
+        let judges = format!("{metric} do_eval output_dir=run");
+        assert_eq!(told(&judges), [""; 0]);
+        assert_eq!(
+            told(metric),
+            ["\"metric_for_best_model\" has no effect: \"do_eval\" is false"]
+        );
+        assert_eq!(
+            told(&format!("{judges} save=false")),
+            [
+                "\"metric_for_best_model\" has no effect: no checkpoint is saved, and \"early_stopping_patience\" is unset"
+            ]
+        );
+        let waits = format!("{judges} save=false early_stopping_patience=2");
+        assert_eq!(told(&waits), [""; 0]);
     }
 }
