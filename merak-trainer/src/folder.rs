@@ -58,6 +58,9 @@ pub(crate) const METRICS_DRAFT: &str = "metrics.jsonl.new";
 /// The page about a run, in its folder.
 pub(crate) const REPORT_FILE: &str = "report.html";
 
+/// Its name while it is written anew.
+pub(crate) const REPORT_DRAFT: &str = "report.html.new";
+
 /// The actions of the profiled steps, in its folder.
 pub(crate) const TRACE_FILE: &str = "trace.json";
 

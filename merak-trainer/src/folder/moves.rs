@@ -1,6 +1,8 @@
 //! The entries of a run as they are moved, put back and removed.
 
-use super::{ASIDE, Contents, EARLIER, EVENTS, FILES, METRICS_DRAFT, MOVING, REMOVED};
+use super::{
+    ASIDE, Contents, EARLIER, EVENTS, FILES, METRICS_DRAFT, MOVING, REMOVED, REPORT_DRAFT,
+};
 use merak_ckpt::{ADAPTER_FOLDER, Store, format::CHECKPOINTS, words::file};
 use std::{
     fs, io,
@@ -22,9 +24,11 @@ pub(super) fn recover(folder: &Path) -> io::Result<()> {
         tracing::warn!(%path, "a run that was set aside is back in its place");
     }
     remove_removed(folder)?;
-    let draft = folder.join(METRICS_DRAFT);
-    if draft.is_file() {
-        fs::remove_file(draft)?;
+    for draft in [METRICS_DRAFT, REPORT_DRAFT] {
+        let draft = folder.join(draft);
+        if draft.is_file() {
+            fs::remove_file(draft)?;
+        }
     }
     Ok(())
 }

@@ -169,6 +169,7 @@ fn a_crash_while_a_run_is_set_aside_puts_it_back() {
     let folder = tempfile::tempdir().unwrap();
     run(&folder.path().join(REMOVED), 7);
     fs::write(folder.path().join(METRICS_DRAFT), "{\"step\":1}\n").unwrap();
+    fs::write(folder.path().join(REPORT_DRAFT), "<!doctype").unwrap();
     take(&args(folder.path(), |_| ())).unwrap();
     assert!(names(folder.path()).is_empty());
 }

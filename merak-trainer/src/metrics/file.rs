@@ -100,7 +100,7 @@ impl MetricsFile {
         };
         let kept = records_until(&earlier, steps);
         if kept != earlier {
-            replace(path, &kept).map_err(failed)?;
+            replace(path, METRICS_DRAFT, &kept).map_err(failed)?;
         }
         Ok(Self {
             path: path.to_path_buf(),
@@ -201,11 +201,16 @@ fn last_time_s(text: &str) -> f64 {
     text.lines().rev().find_map(time).unwrap_or(0.0)
 }
 
-/// Replaces a file's content at once, so that a crash leaves the old or the new one.
-fn replace(path: &Path, text: &str) -> io::Result<()> {
-    let temporary = path.with_file_name(METRICS_DRAFT);
-    write_regular(&temporary, text.as_bytes())?;
-    fs::rename(&temporary, path)
+/// Replaces a file's content at once, so that a crash or a full disk leaves the old or the new one.
+/// `draft` is its name beside the file until then.
+pub(super) fn replace(path: &Path, draft: &str, text: &str) -> io::Result<()> {
+    let draft = path.with_file_name(draft);
+    if let Err(error) = write_regular(&draft, text.as_bytes()) {
+        // What was written takes the room that there is.
+        let _ = fs::remove_file(&draft);
+        return Err(error);
+    }
+    fs::rename(&draft, path)
 }
 
 #[cfg(test)]

@@ -12,12 +12,12 @@ use serde_json::Value;
 
 use super::{
     EvaluationMetrics, EventFile, METRICS_FILE, MetricsFile, Page, Peak, Progress, Ran, Rates,
-    StepMetrics, resident_bytes,
+    StepMetrics, file::replace, resident_bytes,
 };
 use crate::{
     config::{CheckedArguments, ReportTo},
     error::{Error, FolderError, Result},
-    folder::{EVENTS, REPORT_FILE, TRACE_FILE},
+    folder::{EVENTS, REPORT_DRAFT, REPORT_FILE, TRACE_FILE},
     trainer::{
         Breakdown, Callback, MerakTrainer, Rollback, StepProfile, StepReport, TrainerControl,
     },
@@ -226,7 +226,7 @@ impl Report {
         let path = self.output_dir.join(REPORT_FILE);
         let page = self.file.records().and_then(|records| {
             let html = page.to_html(&records, ran)?;
-            write_regular(&path, html.as_bytes()).map_err(|source| Error::Write { path, source })
+            replace(&path, REPORT_DRAFT, &html).map_err(|source| Error::Write { path, source })
         });
         self.note(page);
     }

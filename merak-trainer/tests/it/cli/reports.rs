@@ -327,3 +327,18 @@ fn the_page_of_a_run_stands_alone_and_tells_curves_plan_memory_and_timelines() {
     place.succeed("train bad.toml --max_steps 4 --save_steps 2");
     assert!(place.path("run/report.html").is_file());
 }
+
+#[test]
+fn a_page_that_cannot_be_written_leaves_the_last_one_whole() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 2");
+    let page = || fs::read_to_string(place.path("run/report.html")).expect("a page");
+    let first = page();
+    // Where the next page is written until it is whole.
+    place.write("run/report.html.new/other", "");
+    let ended = place.merak("train merak.toml --max_steps 3 --resume latest");
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    let told = ended.stderr.matches("metrics cannot be written");
+    assert!(told.count() > 0, "{}", ended.stderr);
+    assert!(page() == first, "the page of the first run");
+}
