@@ -324,7 +324,9 @@ impl Callback for Reporter {
                 loss,
                 cause,
                 to_step,
+                tokens,
             } = rollback;
+            this.tokens = *tokens;
             this.say(&format!("step {step}: back to step {to_step}, as {cause}"));
             this.record(&serde_json::json!({
                 "step": to_step, "rolled_back_from": step, "diverged_loss": loss,

@@ -55,6 +55,8 @@ pub struct Rollback {
     /// The step of the checkpoint that training goes on from, with the data after those of the
     /// step that diverged.
     pub to_step: usize,
+    /// Tokens of the global batches of the steps until there.
+    pub tokens: u64,
 }
 
 /// The losses that a step's loss is compared with.
@@ -226,6 +228,7 @@ impl MerakTrainer {
             loss: report.loss,
             cause,
             to_step,
+            tokens: self.progress.tokens,
         };
         if self.stages.mpu.is_rank_0() {
             tracing::warn!(

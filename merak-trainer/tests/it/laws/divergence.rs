@@ -111,6 +111,7 @@ fn a_spike_takes_the_run_back_past_the_data_on_every_topology() {
             to_step,
             cause,
             loss,
+            ..
         } in &returns
         {
             // A checkpoint is at most 5 steps old.
@@ -234,6 +235,16 @@ fn numbers_that_are_not_finite_twice_in_a_row_take_the_run_back() {
         let from = written.iter().map(|r| r["rolled_back_from"].as_u64());
         assert_eq!(from.collect::<Option<Vec<_>>>(), Some(steps.clone()));
         assert_eq!(written[0]["cause"], "the loss is not finite");
+        // The steps that a return undid count no more.
+        let counts = records
+            .iter()
+            .filter_map(|r| Some([r["step"].as_u64()?, r["tokens"].as_u64()?]));
+        let counts: Vec<_> = counts.collect();
+        let [_, each] = counts[0];
+        assert!(
+            counts.iter().all(|[step, tokens]| *tokens == step * each),
+            "{counts:?}"
+        );
         seen.push(steps);
     }
     assert!(seen.iter().all(|steps| *steps == seen[0]), "{seen:?}");
