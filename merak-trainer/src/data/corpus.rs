@@ -143,8 +143,7 @@ pub(super) fn read(
                 per_line: 0,
             };
             let room = (need, available_bytes());
-            // Validation takes all that is there.
-            let most = arguments.max_bytes.filter(|_| !input.validates());
+            let most = input.most_bytes(arguments);
             (text::read(input, most, reading, room)?, input.describe())
         }
         None => (crates.read(arguments.max_bytes, kind)?, CRATES.to_owned()),

@@ -3,7 +3,7 @@
 use std::{
     fmt::{self, Write as _},
     fs,
-    os::unix::fs::FileExt as _,
+    os::unix::fs::{FileExt as _, MetadataExt as _},
     path::Path,
 };
 
@@ -16,9 +16,11 @@ use super::{
     images,
     input::Input,
     parquet,
+    plain::TextKind,
     source::count,
     tensor_files,
     text::{Candidate, files_of},
+    texts::check_text,
     token_file,
     tokenizer::Tokenizer,
 };
@@ -33,7 +35,7 @@ use crate::{
 pub struct DataFingerprint {
     /// How many files there are.
     pub files: u64,
-    /// Their bytes, up to `data.max_bytes`.
+    /// Their bytes, of those to train on up to `data.max_bytes`.
     pub bytes: u64,
     /// Checksum of their names below the folder and their sizes, in order.
     pub names: Checksum,
@@ -70,13 +72,30 @@ impl DataFingerprint {
         tokenizer: Option<&Tokenizer>,
         samples: usize,
     ) -> Result<Self> {
-        let files = all_named(arguments, crates)?;
-        let most = arguments.max_bytes.map_or(u64::MAX, |bytes| bytes as u64);
+        let kind = tokenizer.map_or(TextKind::Utf8, Tokenizer::text_kind);
+        let files = all_named(arguments, crates, kind)?;
         Ok(Self {
             samples: samples as u64,
             tokenizer: tokenizer.map(TokenizerFingerprint::of).transpose()?,
-            ..Self::of_candidates(files, most)?
+            ..Self::of_candidates(files)?
         })
+    }
+
+    /// Takes the fingerprint of files of text. With it come the times at which they were last
+    /// changed on this machine, in lines, where the checksum of contents leaves some bytes out.
+    pub(super) fn of_texts(
+        arguments: &DataArguments,
+        crates: &CrateSources,
+        kind: TextKind,
+    ) -> Result<(Self, String)> {
+        let files = all_named(arguments, crates, kind)?;
+        let print = Self::of_candidates(files.clone())?;
+        let mut times = String::new();
+        for (_, file) in files.iter().filter(|_| print.bytes > BLOCK * BLOCKS) {
+            let found = fs::metadata(&file.path).map_err(Error::reading(&file.path))?;
+            let _ = writeln!(times, "{}.{:09}", found.mtime(), found.mtime_nsec());
+        }
+        Ok((print, times))
     }
 
     /// Takes the fingerprint of some files of a folder.
@@ -92,11 +111,11 @@ impl DataFingerprint {
             Ok(((*name).to_owned(), Candidate { path, bytes }))
         };
         let files = names.iter().map(file).collect::<Result<_>>()?;
-        Self::of_candidates(files, u64::MAX)
+        Self::of_candidates(files)
     }
 
-    /// The fingerprint of the first `left` bytes of files.
-    fn of_candidates(files: Vec<(String, Candidate)>, mut left: u64) -> Result<Self> {
+    /// The fingerprint of files.
+    fn of_candidates(files: Vec<(String, Candidate)>) -> Result<Self> {
         let mut found = Self {
             files: 0,
             bytes: 0,
@@ -107,17 +126,12 @@ impl DataFingerprint {
         };
         let mut names = String::new();
         let mut taken = Vec::new();
-        for (name, file) in files {
-            let bytes = file.bytes.min(left);
-            if bytes == 0 {
-                continue;
-            }
-            left -= bytes;
+        for (name, file) in files.into_iter().filter(|(_, file)| file.bytes > 0) {
             found.files += 1;
-            found.bytes += bytes;
+            found.bytes += file.bytes;
             // A name has no NUL in it.
-            let _ = writeln!(names, "{name}\0{bytes}");
-            taken.push(Candidate { bytes, ..file });
+            let _ = writeln!(names, "{name}\0{}", file.bytes);
+            taken.push(file);
         }
         found.names = Checksum::of(names.as_bytes());
         found.contents = Some(contents(&taken, found.bytes)?);
@@ -167,13 +181,23 @@ impl fmt::Display for DataFingerprint {
     }
 }
 
-/// All files of the data by name: one path alone gives the names below it, several their number
-/// too, a mixture also the weights, since samples follow from them.
-fn all_named(arguments: &DataArguments, crates: &CrateSources) -> Result<Vec<(String, Candidate)>> {
+/// All files of the data by name, as far as they are read: one path alone gives the names below it,
+/// several their number too, a mixture also the weights, since samples follow from them. `kind` is
+/// that of text.
+fn all_named(
+    arguments: &DataArguments,
+    crates: &CrateSources,
+    kind: TextKind,
+) -> Result<Vec<(String, Candidate)>> {
     let mut files = Vec::new();
+    let passed_over = arguments.skip_binary.then_some(kind);
     let mut add = |prefix: &str, input: Input<'_>| -> Result<()> {
+        let mut left = input.most_bytes(arguments).map(|bytes| bytes as u64);
         for (number, path) in input.iter().enumerate() {
-            let below = named(input.key, path, arguments)?;
+            let mut below = named(input.key, path, arguments)?;
+            if let Some(left) = &mut left {
+                below = first_bytes(below, left, passed_over)?;
+            }
             let prefix = match number {
                 0 => prefix.to_owned(),
                 number => format!("{prefix}{number}:"),
@@ -208,6 +232,31 @@ fn all_named(arguments: &DataArguments, crates: &CrateSources) -> Result<Vec<(St
         files.splice(0..0, crates.named(arguments.max_bytes)?);
     }
     Ok(files)
+}
+
+/// Files until `left` bytes are read of them. With a kind of text, files of another kind are passed
+/// over, as where they are read.
+fn first_bytes(
+    files: Vec<(String, Candidate)>,
+    left: &mut u64,
+    kind: Option<TextKind>,
+) -> Result<Vec<(String, Candidate)>> {
+    let mut taken = Vec::new();
+    for (name, mut file) in files {
+        let most = file.bytes.min(*left);
+        if most == 0 {
+            continue;
+        }
+        if let Some(kind) = kind
+            && check_text(&file, kind, most)?.is_err()
+        {
+            continue;
+        }
+        *left -= most;
+        file.bytes = most;
+        taken.push((name, file));
+    }
+    Ok(taken)
 }
 
 /// The files of a data path by their names below it.
@@ -356,6 +405,37 @@ mod tests {
             "another name is another place in the data"
         );
         assert_eq!(print(folder.path(), "here", DataFormat::Tensors).files, 0);
+    }
+
+    #[test]
+    fn a_limit_of_bytes_holds_for_training_alone_and_not_for_files_that_are_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let arguments = |max_bytes: usize| DataArguments {
+            path: Some(at("train").into()),
+            validation_path: Some(at("held.txt").into()),
+            max_bytes: Some(max_bytes),
+            skip_binary: true,
+            ..DataArguments::default()
+        };
+        let print = |max_bytes| {
+            let bytes = Tokenizer::bytes();
+            let crates = CrateSources::default();
+            DataFingerprint::of(&arguments(max_bytes), &crates, Some(&bytes), 7).unwrap()
+        };
+        fs::create_dir(at("train")).unwrap();
+        fs::write(at("train/a.bin"), [0; 6]).unwrap();
+        fs::write(at("train/b.txt"), "abcdef").unwrap();
+        fs::write(at("held.txt"), "held out").unwrap();
+        let first = print(4);
+        assert_eq!((first.files, first.bytes), (2, 4 + 8));
+        fs::write(at("train/b.txt"), "abcdxx").unwrap();
+        assert_eq!(print(4), first, "it is not read so far");
+        fs::write(at("train/b.txt"), "abxdxx").unwrap();
+        assert!(!print(4).is_of_same_files(&first));
+        fs::write(at("train/b.txt"), "abcdef").unwrap();
+        fs::write(at("held.txt"), "held off").unwrap();
+        assert!(!print(4).is_of_same_files(&first));
     }
 
     #[test]

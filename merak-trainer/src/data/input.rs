@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::{
-    config::InputPaths,
+    config::{DataArguments, InputPaths},
     error::{Error, Result},
 };
 use merak_ckpt::words::file;
@@ -46,6 +46,12 @@ impl<'a> Input<'a> {
     /// Whether these are data to validate on.
     pub(crate) fn validates(&self) -> bool {
         self.key == VALIDATION
+    }
+
+    /// The most bytes of text that are read of these: `data.max_bytes`, but for validation all that
+    /// is there.
+    pub(crate) fn most_bytes(&self, arguments: &DataArguments) -> Option<usize> {
+        arguments.max_bytes.filter(|_| !self.validates())
     }
 
     /// The paths, for people.

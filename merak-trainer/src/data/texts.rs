@@ -136,19 +136,11 @@ impl Texts {
         if !self.format.is_plain() {
             return Ok(Ok(()));
         }
-        let head = check_head(file, self.kind)?;
-        if head.is_err() || !whole {
-            return Ok(head);
+        if whole {
+            check_text(file, self.kind, most)
+        } else {
+            check_head(file, self.kind)
         }
-        let pieces = FileParts::open(file, self.kind, most, &Arc::default())?;
-        for piece in pieces {
-            match piece {
-                Ok(_) => {}
-                Err(error @ Error::Data(DataError::NotText { .. })) => return Ok(Err(error)),
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(Ok(()))
     }
 
     /// The first record of all files.
@@ -210,6 +202,22 @@ impl Texts {
             first.check(&record).map(|()| record)
         }))
     }
+}
+
+/// Whether the first `most` bytes of a file are text, else the error that says what they are.
+pub(super) fn check_text(file: &Candidate, kind: TextKind, most: u64) -> Result<Result<()>> {
+    let head = check_head(file, kind)?;
+    if head.is_err() {
+        return Ok(head);
+    }
+    for piece in FileParts::open(file, kind, most, &Arc::default())? {
+        match piece {
+            Ok(_) => {}
+            Err(error @ Error::Data(DataError::NotText { .. })) => return Ok(Err(error)),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(Ok(()))
 }
 
 type Pieces = Box<dyn Iterator<Item = Result<TextPart>> + Send>;

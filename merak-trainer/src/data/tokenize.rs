@@ -223,12 +223,12 @@ pub fn tokenize(
     progress: &mut dyn FnMut(TextProgress),
 ) -> Result<Tokenized> {
     let place = TokenPlace::new(folder)?;
-    let source = source_print(arguments, crates)?;
     let given = match arguments.tokenizer {
         TokenizerSource::TrainBpe(_) => None,
         ref source => Some(Tokenizer::load(source)?),
     };
     let kind = given.as_ref().map_or(TextKind::Utf8, Tokenizer::text_kind);
+    let source = source_print(arguments, crates, kind)?;
     let texts = Texts::of(arguments, crates, kind)?;
     let trained = match arguments.tokenizer {
         TokenizerSource::TrainBpe(size) => u32::try_from(size).unwrap_or(u32::MAX),
@@ -295,11 +295,17 @@ fn described(header: &TokenHeader, texts: &Texts, bytes: Option<u64>) -> Tokeniz
     }
 }
 
-/// The checksum of what is tokenized: the files, and how they are read.
-fn source_print(arguments: &DataArguments, crates: &CrateSources) -> Result<Checksum> {
-    let files = DataFingerprint::of(arguments, crates, None, 0)?;
+/// The checksum of what is tokenized: the files, when those that are not read whole for it were
+/// changed, and how they are read.
+fn source_print(
+    arguments: &DataArguments,
+    crates: &CrateSources,
+    kind: TextKind,
+) -> Result<Checksum> {
+    let (files, times) = DataFingerprint::of_texts(arguments, crates, kind)?;
     let (format, skips) = (arguments.format, arguments.skip_binary);
-    Ok(Checksum::of(format!("{files} {format} {skips}").as_bytes()))
+    let print = format!("{files} {format} {skips}{times}");
+    Ok(Checksum::of(print.as_bytes()))
 }
 
 /// Where a folder of token files goes.
@@ -355,4 +361,44 @@ fn foreign(folder: &Path) -> io::Result<Option<String>> {
     names.sort();
     names.retain(|name| ![TOKENS, INDEX, TOKENIZER].contains(&name.as_str()));
     Ok(names.into_iter().next())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileExt as _;
+
+    #[test]
+    fn a_change_between_the_blocks_of_a_large_text_shows_in_its_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("large");
+        let file = fs::File::create(&path).unwrap();
+        let arguments = DataArguments {
+            path: Some(path.into()),
+            ..DataArguments::default()
+        };
+        let print = || source_print(&arguments, &CrateSources::default(), TextKind::Bytes).unwrap();
+        let changed = |bytes: u64| {
+            file.set_len(bytes).unwrap();
+            let before = print();
+            let contents = || DataFingerprint::of(&arguments, &CrateSources::default(), None, 0);
+            let read = contents().unwrap();
+            let time = file.metadata().unwrap().modified().unwrap();
+            assert_eq!(print(), before);
+            // Behind the first block and before the second one.
+            file.write_all_at(b"x", 66_000).unwrap();
+            file.set_modified(time + std::time::Duration::from_secs(2))
+                .unwrap();
+            assert_eq!(contents().unwrap() == read, bytes == 65 << 20);
+            print() != before
+        };
+        assert!(changed(65 << 20));
+        // All of a small text is read, and a new time alone is no change.
+        file.set_len(0).unwrap();
+        assert!(changed(70_000));
+        let before = print();
+        file.set_modified(std::time::SystemTime::UNIX_EPOCH)
+            .unwrap();
+        assert_eq!(print(), before);
+    }
 }
