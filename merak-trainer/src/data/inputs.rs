@@ -197,12 +197,17 @@ impl ModelInputs {
     }
 
     pub(crate) fn missing(&self, input: &ModelInput, given: &[&str]) -> Error {
+        let advice = if input.is_label {
+            "; for a prediction, each label may be -100"
+        } else {
+            ""
+        };
         Error::Data(DataError::MissingTensor {
             family: self.family,
             objective: self.objective.to_string(),
             name: input.name.clone(),
             expected: input.describe(),
-            given: given.join(", "),
+            given: given.join(", ") + advice,
         })
     }
 

@@ -226,7 +226,7 @@ pub enum DataError {
         name: String,
         /// Its type and sizes.
         expected: String,
-        /// What is there.
+        /// What is there, and where labels are missing what may stand for them.
         given: String,
     },
     /// A tensor of another type or size than the model reads.
