@@ -85,7 +85,8 @@ impl CheckedArguments {
         }
     }
 
-    /// The same arguments for a run that goes on from its own checkpoint, with all that it holds.
+    /// The same arguments for a run that goes on from its own checkpoint, with all that it holds:
+    /// without the keys that are about the checkpoint of another run, which it began with.
     pub(crate) fn resuming(&self) -> Self {
         let mut own = self.clone();
         own.arguments.finetune = false;
@@ -93,6 +94,16 @@ impl CheckedArguments {
         own.arguments.no_load_optim = false;
         own.arguments.ignore_data_skip = false;
         own
+    }
+
+    /// The keys that change where a run that is started again goes on from its own checkpoint, with
+    /// their new values.
+    pub fn keys_to_resume(&self) -> Vec<(&'static str, String)> {
+        let own = self.resuming();
+        let names = MerakArguments::KEYS.iter().map(|key| key.name);
+        let changed = names.filter(|name| self.get(name) != own.get(name));
+        let keys = changed.filter_map(|name| Some((name, own.get(name)?.to_string())));
+        keys.collect()
     }
 
     /// The same arguments for a program that continues prompts: it takes the weights of a

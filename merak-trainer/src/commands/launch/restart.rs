@@ -2,7 +2,7 @@
 
 use crate::{Cli, Command, commands::train};
 use merak_ckpt::{Store, cli};
-use merak_trainer::MerakArguments;
+use merak_trainer::CheckedArguments;
 use std::{ffi::OsString, fs, path::PathBuf, time::SystemTime};
 
 /// A training's checkpoints, as there were before its first start.
@@ -10,7 +10,7 @@ use std::{ffi::OsString, fs, path::PathBuf, time::SystemTime};
 pub(super) struct Saved {
     folder: PathBuf,
     before: Vec<(u64, SystemTime)>,
-    arguments: Box<MerakArguments>,
+    arguments: Box<CheckedArguments>,
 }
 
 impl Saved {
@@ -27,7 +27,7 @@ impl Saved {
         Some(Self {
             before: checkpoints(&folder),
             folder,
-            arguments: Box::new(checked.into_arguments()),
+            arguments: Box::new(checked),
         })
     }
 
@@ -56,23 +56,17 @@ fn checkpoints(folder: &PathBuf) -> Vec<(u64, SystemTime)> {
 pub(super) fn words_of_restart(words: &[OsString], saved: &Saved) -> Vec<OsString> {
     let mut keys = Vec::new();
     let arguments = &saved.arguments;
+    let resumes = || ["--resume", "auto"].map(str::to_owned);
     if saved.has_new() {
-        keys.extend(["--resume", "auto"]);
-        // They are about the checkpoint that the first start began with.
-        for (key, is_set) in [
-            ("--finetune", arguments.finetune),
-            ("--no_load_optim", arguments.no_load_optim),
-            ("--no_load_rng", arguments.no_load_rng),
-        ] {
-            if is_set {
-                keys.extend([key, "false"]);
-            }
+        keys.extend(resumes());
+        for (key, value) in arguments.keys_to_resume() {
+            keys.extend([format!("--{key}"), value]);
         }
     } else if arguments.overwrite_output_dir {
         // What a failed start has left is replaced as the first one replaced a run.
     } else if arguments.resume_from_checkpoint.is_none() {
         // What a failed start has left is kept aside.
-        keys.extend(["--resume", "auto"]);
+        keys.extend(resumes());
     }
     let keys = keys.into_iter().map(OsString::from);
     words.iter().cloned().chain(keys).collect()
@@ -127,6 +121,11 @@ mod tests {
                 "--resume other --finetune --no_load_optim",
                 "",
                 "--resume auto --finetune false --no_load_optim false",
+            ),
+            (
+                "--resume other --ignore_data_skip --no_load_rng",
+                "",
+                "--resume auto --no_load_rng false --ignore_data_skip false",
             ),
         ] {
             assert_eq!(added(keys), [before, after], "{keys}");
