@@ -91,7 +91,7 @@ pub use self::{
     order::{BatchShape, DataPosition, Microbatch, TrainingOrder},
     permutation::Permutation,
     sample_tensor::SampleTensor,
-    source::{DataTokens, Datasets, Source, lengths_without_data},
+    source::{DataTokens, Datasets, Purpose, Source, lengths_without_data},
     spans::{Corruption, SpanCounts, SpanDataset, SpanTokens},
     store::{TokenStore, Tokens},
     stream::{SampleStream, Samples, StreamDataset},

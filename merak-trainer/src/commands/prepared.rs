@@ -16,10 +16,10 @@ use merak_trace::models::{self, Objective};
 use merak_trainer::{
     CheckedArguments, Config, DataArguments, Error, FolderError, MerakTrainer, Result, Room,
     RunFolder, TokenizerSource, TrainerParts, Workload, World,
-    data::{Corpus, DataFingerprint, Datasets, Joined, ModelInputs, Source, Tokenizer},
+    data::{Corpus, DataFingerprint, Datasets, ModelInputs, Purpose, Source, Tokenizer},
     metrics::{Page, Peak},
 };
-use std::{fmt::Write as _, ops::Deref, sync::Arc};
+use std::{fmt::Write as _, ops::Deref};
 
 /// The parts of a run that all ranks share.
 pub(crate) struct Prepared {
@@ -52,16 +52,6 @@ impl Deref for Prepared {
     }
 }
 
-/// What a run is prepared for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Purpose {
-    Train,
-    /// Forwards of the validation part.
-    Evaluate,
-    /// Forwards of all the data.
-    Predict,
-}
-
 /// The model's files beside its weights, by name.
 fn model_files(
     model: &Loaded,
@@ -86,21 +76,6 @@ fn model_files(
     Ok(model_files)
 }
 
-/// All samples in the order of the data, as the validation part.
-fn joined(datasets: Datasets) -> Datasets {
-    let Datasets {
-        train,
-        validation,
-        held_bytes,
-    } = datasets;
-    let parts = train.into_iter().chain(validation);
-    Datasets {
-        train: None,
-        validation: Some(Arc::new(Joined::new(parts))),
-        held_bytes,
-    }
-}
-
 impl Prepared {
     /// Prepares a training, with validation where the data have a part for it.
     ///
@@ -109,7 +84,7 @@ impl Prepared {
     pub(crate) fn to_train(config: &Config, dry_run: bool, world: &World) -> Result<Self> {
         let begun = begin(config, world)?;
         let prepare = || {
-            let prepared = Self::new(config, begun, Purpose::Train, world)?;
+            let prepared = Self::new(config, begun, Purpose::Training, world)?;
             // Checked before costs are measured, which takes a while. A dry run reports another run
             // below its plan.
             if world.has_first() {
@@ -154,7 +129,7 @@ impl Prepared {
     /// # Communication
     /// Between processes, what agrees on failures.
     pub(crate) fn to_evaluate(config: &Config, world: &World) -> Result<Self> {
-        let prepared = Self::new(config, begin(config, world)?, Purpose::Evaluate, world);
+        let prepared = Self::new(config, begin(config, world)?, Purpose::Evaluation, world);
         prepared_alike(prepared, config, world)
     }
 
@@ -163,7 +138,7 @@ impl Prepared {
     /// # Communication
     /// As [`Prepared::to_evaluate`].
     pub(crate) fn to_predict(config: &Config, world: &World) -> Result<Self> {
-        let prepared = Self::new(config, begin(config, world)?, Purpose::Predict, world);
+        let prepared = Self::new(config, begin(config, world)?, Purpose::Prediction, world);
         prepared_alike(prepared, config, world)
     }
 
@@ -174,7 +149,7 @@ impl Prepared {
         world: &World,
     ) -> Result<Self> {
         let mut args = with_tokenizer(args)?;
-        if purpose == Purpose::Predict {
+        if purpose == Purpose::Prediction {
             args = one_by_one(args)?;
         }
         let crates = environment::crate_sources(config.file());
@@ -189,10 +164,7 @@ impl Prepared {
         let (tokenizer, description) = (source.tokenizer.clone(), source.description.clone());
         let has_chats = source.is_of_chats();
         let tokens = model.data_tokens(&args);
-        let all = purpose != Purpose::Evaluate;
-        let (datasets, corpus) = source.datasets(&inputs, &args, &tokens, all)?;
-        let joins = purpose == Purpose::Predict;
-        let datasets = if joins { joined(datasets) } else { datasets };
+        let (datasets, corpus) = source.datasets(&inputs, &args, &tokens, purpose)?;
         let total_steps = check_data(&args, &inputs, &datasets)?;
         let used = [&datasets.train, &datasets.validation];
         let samples = used
@@ -205,8 +177,8 @@ impl Prepared {
         let planned = Planned::new(model, args)?;
         MerakTrainer::check_metric(&planned.plan, &planned.args)?;
         let planned = match purpose {
-            Purpose::Train => planned,
-            Purpose::Evaluate | Purpose::Predict => planned.frozen(),
+            Purpose::Training => planned,
+            Purpose::Evaluation | Purpose::Prediction => planned.frozen(),
         };
         Ok(Self {
             corpus: corpus.filter(|_| planned.model.model.objective() == Objective::CausalLm),

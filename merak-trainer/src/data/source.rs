@@ -72,6 +72,17 @@ pub struct Datasets {
     pub held_bytes: usize,
 }
 
+/// What samples are made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Training, with validation where the data have a part for it.
+    Training,
+    /// Forwards of the validation part.
+    Evaluation,
+    /// Forwards of all the data in their order, each sample once, as the validation part.
+    Prediction,
+}
+
 /// What data are read for.
 pub(super) struct Reader<'a> {
     pub(super) arguments: &'a DataArguments,
@@ -196,8 +207,8 @@ impl Source {
         lengths(args, model, content.is_stream(), &stored)
     }
 
-    /// Makes samples for a model: for validation, and for training if `trains` is set. Returns the
-    /// stream that they are cut from too, where there is one.
+    /// Makes samples for a model. Returns the stream that they are cut from too, where there is
+    /// one.
     ///
     /// # Errors
     ///
@@ -207,7 +218,7 @@ impl Source {
         model: &ModelInputs,
         args: &CheckedArguments,
         tokens: &DataTokens,
-        trains: bool,
+        purpose: Purpose,
     ) -> Result<(Datasets, Option<Corpus>)> {
         let contents = self.parts.iter().map(|(content, _)| content);
         let contents = contents.chain(&self.validation);
@@ -218,16 +229,22 @@ impl Source {
             classes: contents.flat_map(Content::classes).collect(),
             told: Arc::default(),
         };
-        let wants_validation = !trains || args.do_eval;
+        let reads_all = purpose != Purpose::Evaluation;
+        let wants_validation = !reads_all || args.do_eval;
         let has_own = self.validation.is_some();
         let is_mixture = args.data.mixture.is_some();
         let (mut train, mut validation, mut held_bytes) = (Vec::new(), Vec::new(), 0);
         let mut corpus = None;
         for (content, weight) in self.parts {
-            let wants = [trains, wants_validation && !has_own];
+            let wants = [reads_all, wants_validation && !has_own];
             let (part, stream) = content.datasets(&maker, wants)?;
-            train.extend(part.train.map(|data| (data, weight)));
-            validation.extend(part.validation.filter(|_| !has_own));
+            let held_out = part.validation.filter(|_| !has_own);
+            if purpose == Purpose::Prediction {
+                validation.extend(part.train);
+            } else {
+                train.extend(part.train.map(|data| (data, weight)));
+            }
+            validation.extend(held_out);
             held_bytes += part.held_bytes;
             corpus = stream.filter(|_| !is_mixture);
         }
@@ -239,7 +256,7 @@ impl Source {
                 corpus.validation = stream.validation;
             }
         }
-        let train: Option<Arc<dyn Dataset>> = if is_mixture && trains {
+        let train: Option<Arc<dyn Dataset>> = if is_mixture && purpose == Purpose::Training {
             Some(Arc::new(MixtureDataset::new(train, args.data_seed())?))
         } else {
             train.into_iter().next().map(|(data, _)| data)

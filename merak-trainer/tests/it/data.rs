@@ -8,7 +8,7 @@ use merak_trainer::{
     DataArguments, DataFormat, Error, MerakArguments, SeqLength, TokenizerSource,
     data::{
         BatchShape, Corpus, CrateSources, DataPosition, DataTokens, Dataset, EvaluationOrder,
-        Loader, ModelInputs, Sample, Source, TokenDataset, Tokenizer, TrainingOrder,
+        Loader, ModelInputs, Purpose, Sample, Source, TokenDataset, Tokenizer, TrainingOrder,
     },
 };
 use serde_json::json;
@@ -350,7 +350,7 @@ fn samples_of(model: &serde_json::Value, data: &DataArguments, packing: bool) ->
     let inputs = ModelInputs::of(&*model, lengths).expect("short sequences");
     let tokens = DataTokens::default();
     let (datasets, _) = source
-        .datasets(&inputs, &args, &tokens, true)
+        .datasets(&inputs, &args, &tokens, Purpose::Training)
         .expect("enough data");
     datasets.train.expect("samples to train on")
 }

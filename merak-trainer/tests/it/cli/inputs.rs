@@ -58,6 +58,27 @@ fn a_mixture_is_the_same_on_every_topology_and_after_a_resume() {
 }
 
 #[test]
+fn a_prediction_takes_the_parts_of_a_mixture_in_turn_and_each_sample_once() {
+    let place = place();
+    place.succeed("train merak.toml --max_steps 1 --data.path text");
+    let predicted = |keys: &str| {
+        place.succeed(&format!("predict merak.toml run -o lines {keys}"));
+        let lines = fs::read_to_string(place.path("lines")).expect("lines");
+        let lines = lines
+            .lines()
+            .map(|line| serde_json::from_str(line).expect("JSON"));
+        lines.collect::<Vec<serde_json::Value>>()
+    };
+    let parts = ["text", "b.txt"].map(|path| predicted(&format!("--data.path {path}")));
+    let mut expected = parts.concat();
+    for (number, line) in expected.iter_mut().enumerate() {
+        line["sample"] = number.into();
+    }
+    with_data(&place, &MIXTURE.replace("weight = 3", "weight = 40"));
+    assert_eq!(predicted(""), expected);
+}
+
+#[test]
 fn a_list_of_paths_is_one_text() {
     let place = place();
     place.write("all/a.txt", &text());
