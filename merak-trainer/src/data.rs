@@ -104,7 +104,7 @@ pub use self::{
     translation::{PairDataset, PairShape},
 };
 pub(crate) use self::{
-    dataset::has_labels,
+    dataset::{has_labels, with_seed},
     inputs::{ATTENTION_MASK, integer_limit},
     packed::DOCUMENT_IDS,
 };

@@ -285,6 +285,11 @@ impl MerakTrainer {
         resume::find(plan, args, parts)
     }
 
+    /// The samples to evaluate on. A resumed run draws in them by the seed of its checkpoint.
+    pub fn eval_data(&self) -> Option<&Arc<dyn Dataset>> {
+        self.parts.eval_data.as_ref()
+    }
+
     /// This rank's place in the run.
     pub fn mpu(&self) -> &Mpu {
         &self.stages.mpu

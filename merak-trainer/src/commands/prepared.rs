@@ -259,12 +259,12 @@ impl Prepared {
         Ok(needs.into_iter().map(|need| need.activations).collect())
     }
 
-    /// What `report.html` says whatever the run records.
-    pub(crate) fn page(&self, folder: &RunFolder) -> Result<Page> {
+    /// What `report.html` says whatever a run of so many steps records.
+    pub(crate) fn page(&self, folder: &RunFolder, total_steps: usize) -> Result<Page> {
         let config = folder.resolved().to_owned();
         Ok(Page {
             peak: self.peak,
-            total_steps: Some(self.total_steps),
+            total_steps: Some(total_steps),
             ..self.planned.page(&self.workloads(), config)?
         })
     }

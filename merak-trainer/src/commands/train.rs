@@ -196,6 +196,8 @@ impl std::ops::Deref for Run<'_> {
 /// What a rank returns.
 struct Finished {
     output: TrainOutput,
+    /// Steps of the whole run.
+    total_steps: usize,
     evaluation: Option<EvaluationMetrics>,
     sample: Option<Completion>,
     peak_activation_bytes: usize,
@@ -259,7 +261,7 @@ impl Run<'_> {
         let progress = Progress::on(screen, total, done);
         let output_dir = self.args.run_folder()?;
         reporter.start(trainer, &self.args, &output_dir, self.peak, progress)?;
-        reporter.with_page(self.page(folder)?);
+        reporter.with_page(self.page(folder, total)?);
         Ok(())
     }
 
@@ -325,6 +327,7 @@ impl Run<'_> {
         });
         Ok(Ended::Trained(Box::new(Finished {
             output,
+            total_steps: trainer.total_steps(),
             evaluation,
             sample,
             peak_activation_bytes,
@@ -336,8 +339,8 @@ impl Run<'_> {
 
     /// Writes predictions of the validation part, with `do_predict`.
     fn predict(&self, trainer: &mut MerakTrainer) -> Result<()> {
-        let data = self.parts().eval_data.filter(|_| self.args.do_predict);
-        let Some(data) = data else {
+        let data = trainer.eval_data().filter(|_| self.args.do_predict);
+        let Some(data) = data.cloned() else {
             return Ok(());
         };
         let kind = trainer.prediction_kind();
@@ -366,7 +369,7 @@ impl Run<'_> {
         let mut begins = true;
         if let Some(checkpoint) = checkpoint {
             let _ = writeln!(text, "resumes   {}", file(&checkpoint.path));
-            if !self.args.finetune && checkpoint.global_step >= self.total_steps {
+            if !self.args.finetune && checkpoint.global_step >= checkpoint.total_steps {
                 text += &self.nothing_left(&checkpoint);
                 begins = false;
             }

@@ -106,6 +106,13 @@ impl CheckedArguments {
         keys.collect()
     }
 
+    /// The same arguments with another seed of the data.
+    pub(crate) fn with_data_seed(&self, seed: u64) -> Self {
+        let mut own = self.clone();
+        own.arguments.data_seed = Some(seed);
+        own
+    }
+
     /// The same arguments for a program that continues prompts: it takes the weights of a
     /// checkpoint alone.
     pub(crate) fn generating(&self) -> Self {

@@ -33,9 +33,9 @@ pub trait Dataset: Send + Sync + fmt::Debug {
         false
     }
 
-    /// The same samples in the order of another seed, for data sets that order them themselves;
-    /// `None` for others, and where the seed is the same. A resumed run goes on in the order that
-    /// it began with.
+    /// The same samples by another seed, for data sets that draw their order or a part of their
+    /// samples, and for those made of such; `None` for others, and where the seed is the same. A
+    /// run that is resumed with another seed goes on with the draws that it began with.
     fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
         let _ = seed;
         None
@@ -98,6 +98,11 @@ pub trait Dataset: Send + Sync + fmt::Debug {
     }
 }
 
+/// A data set that draws by this seed, where it draws.
+pub(crate) fn with_seed(data: &Arc<dyn Dataset>, seed: u64) -> Arc<dyn Dataset> {
+    data.reseeded(seed).unwrap_or_else(|| Arc::clone(data))
+}
+
 /// Whether one of the first `samples` has a label that counts, or none of them has labels at all.
 pub(crate) fn has_labels(dataset: &dyn Dataset, samples: usize) -> Result<bool> {
     for index in 0..samples {
@@ -148,6 +153,11 @@ impl Dataset for Subset {
 
     fn is_stream(&self) -> bool {
         self.len > 0 && self.data.is_stream()
+    }
+
+    fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
+        let data = self.data.reseeded(seed)?;
+        Some(Arc::new(Self { data, ..*self }))
     }
 
     fn get(&self, index: usize) -> Result<Sample> {

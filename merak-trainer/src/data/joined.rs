@@ -1,6 +1,6 @@
 //! Data sets end to end.
 
-use super::{Dataset, Names, Sample};
+use super::{Dataset, Names, Sample, with_seed};
 use crate::error::Result;
 use std::sync::Arc;
 
@@ -44,6 +44,13 @@ impl Dataset for Joined {
 
     fn is_stream(&self) -> bool {
         self.0.iter().any(|part| part.is_stream())
+    }
+
+    fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
+        let mut parts = self.0.iter();
+        parts.find_map(|part| part.reseeded(seed))?;
+        let parts = self.0.iter().map(|part| with_seed(part, seed));
+        Some(Arc::new(Self::new(parts)))
     }
 
     fn get(&self, index: usize) -> Result<Sample> {

@@ -7,6 +7,7 @@ use super::{
     store::Tokens,
 };
 use crate::error::{DataError, Error, Result};
+use std::sync::Arc;
 
 /// Keeps these draws apart from those of other data sets with the same seed.
 const STREAM: u64 = 0x006D_6173_6B65_6400;
@@ -111,6 +112,16 @@ impl MaskedDataset {
 impl Dataset for MaskedDataset {
     fn len(&self) -> usize {
         self.tokens.len() / self.seq_length
+    }
+
+    fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
+        let other = || {
+            Arc::new(Self {
+                seed,
+                ..self.clone()
+            }) as Arc<dyn Dataset>
+        };
+        (seed != self.seed).then(other)
     }
 
     fn get(&self, index: usize) -> Result<Sample> {

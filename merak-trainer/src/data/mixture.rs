@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    dataset::{Dataset, Names, Sample},
+    dataset::{Dataset, Names, Sample, with_seed},
     permutation::Permutation,
     rng::hash,
 };
@@ -108,6 +108,22 @@ fn shares(weights: &[f64], len: usize) -> Vec<usize> {
 impl Dataset for MixtureDataset {
     fn len(&self) -> usize {
         self.len
+    }
+
+    fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
+        let draws_by_it = |part: &Part| part.data.reseeded(seed).is_none();
+        if seed == self.seed && self.parts.iter().all(draws_by_it) {
+            return None;
+        }
+        let reseeded = |part: &Part| Part {
+            data: with_seed(&part.data, seed),
+            ..*part
+        };
+        Some(Arc::new(Self {
+            parts: self.parts.iter().map(reseeded).collect(),
+            seed,
+            ..*self
+        }))
     }
 
     fn get(&self, index: usize) -> Result<Sample> {

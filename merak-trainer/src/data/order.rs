@@ -168,11 +168,16 @@ impl TrainingOrder {
             "step {step} is before the first, {}",
             self.start_step
         );
-        let batch = self.start_batch + (step - self.start_step);
+        let batch = self.batches_after(step);
         (
             batch / self.steps_per_epoch(),
             batch % self.steps_per_epoch(),
         )
+    }
+
+    /// Global batches of this size, counted over epochs, that a run of `steps` steps has behind it.
+    pub(crate) fn batches_after(&self, steps: usize) -> usize {
+        self.start_batch + (steps - self.start_step)
     }
 
     /// The position of a run that has done `steps` steps.

@@ -7,6 +7,7 @@ use super::{
     translation::PairShape,
 };
 use crate::error::{DataError, Error, Result};
+use std::sync::Arc;
 
 /// Keeps these draws apart from those of other data sets with the same seed.
 const STREAM: u64 = 0x0073_7061_6E73_0000;
@@ -138,6 +139,16 @@ impl SpanDataset {
 impl Dataset for SpanDataset {
     fn len(&self) -> usize {
         self.tokens.len() / self.counts.tokens
+    }
+
+    fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
+        let other = || {
+            Arc::new(Self {
+                seed,
+                ..self.clone()
+            }) as Arc<dyn Dataset>
+        };
+        (seed != self.seed).then(other)
     }
 
     fn get(&self, index: usize) -> Result<Sample> {

@@ -28,6 +28,12 @@ pub trait SampleStream: Send + Sync + fmt::Debug {
     ///
     /// When nothing can be read.
     fn samples(&self, pass: u64) -> Result<Samples>;
+
+    /// The same samples by another seed, as [`Dataset::reseeded`].
+    fn reseeded(&self, seed: u64) -> Option<Arc<dyn SampleStream>> {
+        let _ = seed;
+        None
+    }
 }
 
 /// A data set of a stream: sample i is the i-th of all passes, one after the other.
@@ -179,10 +185,11 @@ impl Dataset for StreamDataset {
     }
 
     fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
-        if seed == self.seed || self.shuffle_buffer == 1 {
+        let stream = self.stream.reseeded(seed);
+        if stream.is_none() && (seed == self.seed || self.shuffle_buffer == 1) {
             return None;
         }
-        let data = Self::new(Arc::clone(&self.stream));
+        let data = Self::new(stream.unwrap_or_else(|| Arc::clone(&self.stream)));
         let data = data.shuffled(self.shuffle_buffer, seed);
         Some(Arc::new(data.with_window(self.window)))
     }

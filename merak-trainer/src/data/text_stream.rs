@@ -38,9 +38,9 @@ pub(super) struct StreamFiles {
 #[derive(Debug, Clone)]
 pub(super) struct TextStream(Arc<Inner>);
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Inner {
-    files: StreamFiles,
+    files: Arc<StreamFiles>,
     model: ModelInputs,
     args: CheckedArguments,
     tokens: DataTokens,
@@ -50,7 +50,7 @@ struct Inner {
 impl TextStream {
     pub(super) fn new(files: StreamFiles, maker: &Maker<'_>) -> Self {
         Self(Arc::new(Inner {
-            files,
+            files: Arc::new(files),
             model: maker.model.clone(),
             args: maker.args.clone(),
             tokens: maker.tokens.clone(),
@@ -80,6 +80,16 @@ impl SampleStream for TextStream {
             samples
         });
         Ok(Box::new(samples))
+    }
+
+    fn reseeded(&self, seed: u64) -> Option<Arc<dyn SampleStream>> {
+        let inner = &self.0;
+        let other = || {
+            let args = inner.args.with_data_seed(seed);
+            let inner = Inner::clone(inner);
+            Arc::new(Self(Arc::new(Inner { args, ..inner }))) as Arc<dyn SampleStream>
+        };
+        (seed != inner.args.data_seed()).then(other)
     }
 }
 

@@ -2,7 +2,6 @@
 
 use super::{EarlyStopping, MerakTrainer, resume, run_state::RunState, shards::ShardSource};
 use crate::{
-    data::TrainingOrder,
     error::{Result, StepPart},
     plan::BASE_NAME,
 };
@@ -128,13 +127,9 @@ impl MerakTrainer {
             position: self.progress.position(),
             // The seeds in use: a resumed run goes on with the seeds that it began with.
             seed: self.stages.seed,
-            data_seed: self
-                .progress
-                .length
-                .order
-                .as_ref()
-                .map_or_else(|| args.data_seed(), TrainingOrder::seed),
+            data_seed: self.progress.length.data_seed(args),
             global_batch: args.global_batch(),
+            extra_steps: self.progress.length.extra_steps,
             has_rng: !args.no_save_rng,
             has_optimizer: !args.no_save_optim,
             optim: Some(args.optim),

@@ -3,13 +3,13 @@
 use super::{
     MerakTrainer,
     resume::{self, Candidates},
-    run_length::batch_shape,
+    run_length::{RunLength, batch_shape},
     run_state::RunState,
     shards::state_layout,
 };
 use crate::{
     config::CheckedArguments,
-    data::TrainingOrder,
+    data::{TrainingOrder, with_seed},
     error::{Error, Result, Teller},
     folder::AUTO,
     plan::Plan,
@@ -18,10 +18,7 @@ use merak_ckpt::{Checkpoint, DType, Kind, Layout, Piece, Topology};
 use merak_mpu::{Rank, ReduceOp};
 use merak_trace::Param;
 use merak_zero::EMA;
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::path::{Path, PathBuf};
 
 /// A rank's part of a checkpoint, before anything changes.
 struct ReadState {
@@ -42,6 +39,8 @@ pub struct LoadedCheckpoint {
     pub global_step: usize,
     /// Samples used of the epoch in hand.
     pub consumed_samples: usize,
+    /// Steps of the whole run that goes on from it.
+    pub total_steps: usize,
     /// The degrees that saved it.
     pub topology: Topology,
     /// Parameters of the model that the checkpoint lacks, which start at random: those of a new
@@ -59,6 +58,7 @@ impl LoadedCheckpoint {
         state: Option<&RunState>,
         plan: &Plan,
         args: &CheckedArguments,
+        length: &RunLength,
     ) -> Self {
         let header = &checkpoint.manifest().header;
         let fresh = resume::Fresh::of(checkpoint, plan, args, state.is_none());
@@ -66,6 +66,7 @@ impl LoadedCheckpoint {
             path: checkpoint.path().to_owned(),
             global_step: header.step as usize,
             consumed_samples: state.map_or(0, |state| state.position.samples),
+            total_steps: length.total_steps,
             topology: header.topology,
             fresh: fresh.names(plan),
             unused: fresh.unused(plan),
@@ -229,7 +230,8 @@ impl MerakTrainer {
         }
         self.loader = None;
         let (state, plan) = (state.as_ref(), &self.stages.plan);
-        Ok(LoadedCheckpoint::of(checkpoint, state, plan, &self.args))
+        let (args, length) = (&self.args, &self.progress.length);
+        Ok(LoadedCheckpoint::of(checkpoint, state, plan, args, length))
     }
 
     /// Takes weights that were read. Parameters that the checkpoint lacks are drawn, or stay as
@@ -275,29 +277,30 @@ impl MerakTrainer {
         if !self.args.no_load_rng {
             self.stages.seed = state.seed;
         }
-        let Some(data) = &self.parts.train_data else {
-            return Ok(());
-        };
         let data_seed = if self.args.no_load_rng {
             self.args.data_seed()
         } else {
             state.data_seed
         };
-        let data = data.reseeded(data_seed).unwrap_or_else(|| Arc::clone(data));
-        let mut order = TrainingOrder::of(&*data, batch_shape(&self.args), data_seed)?;
-        let mut position = state.position;
-        if self.args.ignore_data_skip {
-            position.samples = 0;
+        // Data of a program may have seeds of their own, which stay where the run's does.
+        if data_seed != self.progress.length.data_seed(&self.args) {
+            for data in [&mut self.parts.train_data, &mut self.parts.eval_data] {
+                *data = data.as_ref().map(|data| with_seed(data, data_seed));
+            }
         }
-        let unused = order.resume(state.global_step, position);
+        let Some(data) = &self.parts.train_data else {
+            return Ok(());
+        };
+        let order = TrainingOrder::of(&**data, batch_shape(&self.args), data_seed)?;
+        let length = &mut self.progress.length;
+        length.order = Some(order);
+        let unused = length.resume(&self.args, state)?;
         if unused > 0 && self.stages.mpu.is_rank_0() {
             tracing::warn!(
                 unused,
                 "the global batch changed: training goes on at the next whole one"
             );
         }
-        self.progress.length.order = Some(order);
-        self.parts.train_data = Some(data);
         Ok(())
     }
 

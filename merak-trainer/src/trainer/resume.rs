@@ -10,7 +10,7 @@ use check::check_sizes;
 pub(super) use fresh::{Fresh, stored_name};
 pub(super) use warn::{warn_of_checkpoint, warn_of_seeds};
 
-use super::{LoadedCheckpoint, TrainerParts};
+use super::{LoadedCheckpoint, TrainerParts, run_length::RunLength};
 use crate::{
     config::CheckedArguments,
     error::{Error, Result, ResumeError, chain},
@@ -215,7 +215,11 @@ fn find_from(
             if state.is_some() && !args.finetune {
                 adapter_base(plan, &checkpoint);
             }
-            let mut found = LoadedCheckpoint::of(&checkpoint, state.as_ref(), plan, args);
+            let mut length = RunLength::new(args, parts)?;
+            if let Some(state) = state.as_ref().filter(|_| !args.finetune) {
+                length.resume(args, state)?;
+            }
+            let mut found = LoadedCheckpoint::of(&checkpoint, state.as_ref(), plan, args, &length);
             if let Ok(folder) = args.run_folder() {
                 found.path = Contents::of(&folder)?.named(&found.path);
             }

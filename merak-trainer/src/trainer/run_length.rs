@@ -1,6 +1,6 @@
 //! The length of a run, which follows from its arguments and data before anything runs.
 
-use super::{TrainerParts, evaluation};
+use super::{TrainerParts, evaluation, run_state::RunState};
 use crate::{
     config::CheckedArguments,
     data::{BatchShape, Dataset, TrainingOrder},
@@ -16,6 +16,9 @@ pub(super) struct RunLength {
     pub(super) order: Option<TrainingOrder>,
     /// Steps that the whole run makes.
     pub(super) total_steps: usize,
+    /// Steps that it makes beyond those of its epochs, or fewer below 0: steps before the last
+    /// resume had another number of samples.
+    pub(super) extra_steps: isize,
     /// The learning rate over them.
     pub(super) schedule: LrSchedule,
 }
@@ -63,8 +66,44 @@ impl RunLength {
         Ok(Self {
             order,
             total_steps,
+            extra_steps: 0,
             schedule: args.lr_schedule(total_steps)?,
         })
+    }
+
+    /// The seed of the data in use: that of the arguments, or of the checkpoint that the run goes
+    /// on from.
+    pub(super) fn data_seed(&self, args: &CheckedArguments) -> u64 {
+        let order = self.order.as_ref();
+        order.map_or_else(|| args.data_seed(), TrainingOrder::seed)
+    }
+
+    /// Goes on where the run of a checkpoint stood in the data; a run without `max_steps` still
+    /// ends after its epochs. Returns how many samples are left out, as [`TrainingOrder::resume`].
+    ///
+    /// # Errors
+    /// When the learning rate does not fit a run of the new length.
+    pub(super) fn resume(&mut self, args: &CheckedArguments, saved: &RunState) -> Result<usize> {
+        let Some(order) = &mut self.order else {
+            return Ok(0);
+        };
+        let (step, mut position) = (saved.global_step, saved.position);
+        if args.ignore_data_skip {
+            position.samples = 0;
+        }
+        let unused = order.resume(step, position);
+        self.extra_steps = if saved.global_batch == args.global_batch() {
+            saved.extra_steps
+        } else {
+            let used = order.batches_after(step).cast_signed();
+            step.cast_signed().saturating_sub(used)
+        };
+        self.total_steps = args.total_steps(order.steps_per_epoch());
+        if args.max_steps <= 0 {
+            self.total_steps = self.total_steps.saturating_add_signed(self.extra_steps);
+        }
+        self.schedule = args.lr_schedule(self.total_steps)?;
+        Ok(unused)
     }
 }
 

@@ -23,6 +23,9 @@ pub(super) struct RunState {
     pub(super) seed: u64,
     pub(super) data_seed: u64,
     pub(super) global_batch: usize,
+    /// Steps of the run beyond those of its epochs at this global batch.
+    #[serde(default)]
+    pub(super) extra_steps: isize,
     /// Whether the random state above is to be trusted, and whether there is optimizer state.
     pub(super) has_rng: bool,
     pub(super) has_optimizer: bool,

@@ -5,10 +5,11 @@ use std::{fs, path::Path, sync::Arc};
 use insta::assert_snapshot;
 use merak_trace::models;
 use merak_trainer::{
-    DataArguments, DataFormat, Error, MerakArguments, SeqLength, TokenizerSource,
+    Config, DataArguments, DataFormat, Error, MerakArguments, SeqLength, TokenizerSource,
     data::{
         BatchShape, Corpus, CrateSources, DataPosition, DataTokens, Dataset, EvaluationOrder,
-        Loader, ModelInputs, Purpose, Sample, Source, TokenDataset, Tokenizer, TrainingOrder,
+        Joined, Loader, ModelInputs, Purpose, Sample, Source, TokenDataset, Tokenizer,
+        TrainingOrder,
     },
 };
 use serde_json::json;
@@ -336,10 +337,17 @@ fn files_that_are_no_text_are_refused_by_name_and_offset_or_passed_over_and_coun
 
 /// Samples of data for a model: those of a run on all of them, or on a stream.
 fn samples_of(model: &serde_json::Value, data: &DataArguments, packing: bool) -> Arc<dyn Dataset> {
+    let mut data = data.clone();
+    data.packing = packing;
+    samples_by(model, &data, 42)
+}
+
+/// Samples to train on that are drawn by a seed, where they are drawn.
+fn samples_by(model: &serde_json::Value, data: &DataArguments, seed: u64) -> Arc<dyn Dataset> {
     let model = models::from_config(model).expect("a known family");
     let mut arguments = MerakArguments::default();
     arguments.data = data.clone();
-    arguments.data.packing = packing;
+    arguments.data_seed = Some(seed);
     arguments.seq_length = Some(SeqLength::from(8));
     arguments.do_eval = false;
     arguments.max_steps = 1;
@@ -397,4 +405,56 @@ fn a_stream_has_the_samples_of_its_files_in_their_order() {
             assert_eq!(found.unwrap(), expected.unwrap(), "{name}, sample {index}");
         }
     }
+}
+
+#[test]
+fn samples_by_another_seed_are_those_that_were_made_with_it() {
+    let line = |i: usize| format!("{} and {}\n", i * i, i % 7);
+    let text: String = (0..300).map(line).collect();
+    let folder = folder_with(&[("a", &text), ("b", &text[900..])]);
+    let [a, b] = ["a", "b"].map(|name| folder.path().join(name));
+    let gpt = json!({ "model_type": "gpt2", "vocab_size": 258, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1 });
+    let bert = json!({ "model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 258,
+        "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
+        "max_position_embeddings": 8 });
+    let t5 = json!({ "model_type": "t5", "vocab_size": 270, "d_model": 8, "d_kv": 8, "d_ff": 8, "num_layers": 1,
+        "num_heads": 1, "n_positions": 8 });
+    let mut mixture = arguments(&a);
+    mixture.path = None;
+    let parts = json!([{ "path": a, "weight": 3 }, { "path": b, "weight": 1 }]);
+    let line = [format!("--data.mixture={parts}")];
+    let config = Config::load(None, [], &line).expect("a mixture");
+    mixture.mixture.clone_from(&config.arguments().data.mixture);
+    let mut spans = arguments(&a);
+    spans.mlm_probability = 0.5;
+    spans.mean_noise_span_length = 1.0;
+    let mut stream = arguments(&a);
+    stream.streaming = true;
+    let mut in_order = stream.clone();
+    in_order.shuffle_buffer = 1;
+    for (name, model, data) in [
+        ("masks", &bert, &arguments(&a)),
+        ("spans", &t5, &spans),
+        ("a mixture", &gpt, &mixture),
+        ("masks of a mixture", &bert, &mixture),
+        ("a stream", &gpt, &stream),
+        ("masks of a stream", &bert, &stream),
+        ("masks of a stream in order", &bert, &in_order),
+    ] {
+        let [first, second] = [1, 2].map(|seed| samples_by(model, data, seed));
+        let samples = |data: &dyn Dataset| {
+            let samples = (0..40).map(|index| data.get_in_epoch(index, 0).expect("a sample"));
+            samples.collect::<Vec<_>>()
+        };
+        let expected = samples(&*second);
+        assert!(samples(&*first) != expected, "{name}");
+        let joined: Arc<dyn Dataset> = Arc::new(Joined::new([Arc::clone(&first)]));
+        for data in [first, joined] {
+            let other = data.reseeded(2).expect("it draws");
+            assert!(samples(&*other) == expected, "{name}");
+            assert!(other.reseeded(2).is_none(), "{name}");
+        }
+    }
+    let plain = samples_by(&gpt, &arguments(&a), 1);
+    assert!(plain.reseeded(2).is_none());
 }

@@ -15,7 +15,7 @@ impl Run<'_> {
     /// commands as they are. `args` started it.
     pub(super) fn summary(&self, finished: &Finished, output_dir: &Path, args: &Args) -> String {
         let mut text = String::new();
-        tell_steps(&finished.output, self.total_steps, &mut text);
+        tell_steps(&finished.output, finished.total_steps, &mut text);
         self.tell_evaluation(finished, &mut text);
         self.tell_memory(finished, &mut text);
         self.compare_times(finished, &mut text);
@@ -34,7 +34,7 @@ impl Run<'_> {
             let _ = writeln!(text, "saved     {}", file(&last));
             let output = &finished.output;
             let is_interrupted = matches!(output.stopped_by, Some(Stop::Signal { .. }));
-            if is_interrupted && output.global_step < self.total_steps {
+            if is_interrupted && output.global_step < finished.total_steps {
                 let config = file(&args.config);
                 let keys = if args.keys.is_empty() {
                     ""
@@ -57,7 +57,7 @@ impl Run<'_> {
         let (path, step, total) = (
             file(&checkpoint.path),
             checkpoint.global_step,
-            self.total_steps,
+            checkpoint.total_steps,
         );
         let key = if self.args.max_steps > 0 {
             "max_steps"

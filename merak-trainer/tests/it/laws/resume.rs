@@ -1,11 +1,11 @@
 //! L3 and L5: interrupted runs go on like unbroken ones, and equal runs write equal bytes.
 
-use std::{path::Path, thread, time::Duration};
+use std::{path::Path, sync::Arc, thread, time::Duration};
 
 use merak_ckpt::{Checkpoint, Tolerance, diff};
 use merak_trainer::{
     Result,
-    data::{Dataset, Sample},
+    data::{Dataset, MaskedDataset, Masking, MixtureDataset, Sample},
 };
 use tempfile::tempdir;
 
@@ -246,6 +246,90 @@ fn order_goes_on_where_it_stopped_and_finetuning_starts_anew() {
     assert_ne!(restarted.loss.to_bits(), straight.reports[5].loss.to_bits());
     let without = first_of(resumed(&case, folder.path()).with("no_load_optim", true));
     assert_eq!(without.loss.to_bits(), straight.reports[5].loss.to_bits());
+}
+
+/// Masked sequences, and a mixture of them and of others: both are drawn by a seed.
+fn drawn(seed: u64) -> [Arc<dyn Dataset>; 2] {
+    let masking = Masking {
+        mlm_probability: 0.3,
+        mask_replace_prob: 0.8,
+        random_replace_prob: 0.1,
+        mask_token: 100,
+        vocab_size: 100,
+        kept: None,
+    };
+    let tokens = (0..37 * 8).map(|i| i * i % 100).collect();
+    let masked = MaskedDataset::new(tokens, 8, masking, seed, "training").expect("enough tokens");
+    let masked: Arc<dyn Dataset> = Arc::new(masked);
+    let parts = vec![
+        (Arc::clone(&masked), 3.0),
+        (Arc::new(Tokens { samples: 37 }) as Arc<dyn Dataset>, 1.0),
+    ];
+    let mixture = MixtureDataset::new(parts, seed).expect("a share for each");
+    [masked, Arc::new(mixture)]
+}
+
+#[test]
+fn a_run_resumed_with_another_seed_goes_on_with_the_draws_of_its_data() {
+    let of = |data: &Arc<dyn Dataset>, seed: u64| {
+        let mut case = Case::gpt2().with_dropout(0.1).with("seed", seed);
+        case.data = Arc::clone(data);
+        case
+    };
+    for (first, second) in drawn(1).iter().zip(&drawn(2)) {
+        let case = of(first, 1);
+        let folder = tempdir().expect("a temporary folder");
+        train_and_save(&case, 3, folder.path());
+        let finished = |case: &Case, steps: usize| {
+            let mut ends = case.on_ranks(|trainer| {
+                let steps = (0..steps).map(|_| trainer.train_step());
+                let reports = steps.collect::<Result<Vec<_>>>()?;
+                Ok((numbers(&reports), trainer.evaluate()?.eval_loss.to_bits()))
+            });
+            ends.swap_remove(0)
+        };
+        let (straight, loss) = finished(&case, 6);
+        let other = resumed(&of(second, 2), folder.path());
+        assert_eq!(finished(&other, 3), (straight[3..].to_vec(), loss));
+    }
+}
+
+#[test]
+fn a_run_of_epochs_ends_after_them_with_another_global_batch_too() {
+    // 37 samples: 4 steps of 8 an epoch, 9 of 4, 2 of 16.
+    let of = |microbatches: usize, folder: &Path| {
+        Case::gpt2()
+            .with_microbatches(microbatches)
+            .with("max_steps", -1)
+            .with("num_train_epochs", 2)
+            .writing(folder)
+    };
+    for (microbatches, last) in [(2, 3 + 3 + 9), (8, 3 + 2), (4, 8)] {
+        let folder = tempdir().expect("a temporary folder");
+        let case = of(4, folder.path());
+        train_and_save(&case, 3, folder.path());
+        let other = resumed(&of(microbatches, folder.path()), folder.path());
+        // Once more, within the second epoch where the batches are small.
+        train_and_save(&other, 1, folder.path());
+        let ends = other.on_ranks(|trainer| {
+            assert_eq!(trainer.total_steps(), last, "{microbatches} microbatches");
+            let end = trainer.train()?;
+            Ok((
+                end.global_step,
+                end.epoch,
+                trainer.resumed_from().map(|from| from.total_steps),
+            ))
+        });
+        assert_eq!(
+            ends[0],
+            (last, 2.0, Some(last)),
+            "{microbatches} microbatches"
+        );
+        // Where the epochs have passed nothing is left to do.
+        let shorter = resumed(&of(4, folder.path()), folder.path()).with("num_train_epochs", 0.5);
+        let steps = shorter.on_ranks(|trainer| Ok(trainer.train()?.steps));
+        assert_eq!(steps, [0]);
+    }
 }
 
 #[test]
