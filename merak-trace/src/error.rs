@@ -151,12 +151,20 @@ pub enum Error {
         found: String,
     },
     /// More or fewer values were given than the program has.
-    #[error("expected {expected} {what}, found {found}")]
+    #[error("expected {expected} of the {what}, found {found}")]
     Count {
         /// What was given.
         what: &'static str,
         /// How many the program has.
         expected: usize,
+        /// How many were given.
+        found: usize,
+    },
+    /// A program reads a parameter that was not given.
+    #[error("the program reads parameter {index}, found {found} of them")]
+    NoParam {
+        /// Its position in the program, from 0.
+        index: usize,
         /// How many were given.
         found: usize,
     },

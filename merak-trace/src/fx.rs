@@ -613,7 +613,7 @@ impl Module {
     /// The first position of each sequence: `[B, S, ..] -> [B, ..]`.
     ///
     /// # Errors
-    /// As [`Module::apply`], as where a sequence has no position.
+    /// As [`Module::apply`], and when a sequence has no position.
     pub fn first(&self, x: &Symbol) -> Result<Symbol> {
         let mut shape = x.shape().to_vec();
         let first = match shape.get(1) {

@@ -91,14 +91,14 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         Op::LayerNorm { .. } => {
             let [x, w, b] = operands(inputs)?;
             is_float(x)?;
-            is_vector_of(w, x.last_dim(), x.dtype)?;
-            is_vector_of(b, x.last_dim(), x.dtype)?;
+            is_vector_for(w, x)?;
+            is_vector_for(b, x)?;
             Ok(vec![x.clone(), rows_of(x), rows_of(x)])
         }
         Op::LayerNormGradInput => {
             let [dy, x, w, _, _] = operands(inputs)?;
             same(dy, x)?;
-            is_vector_of(w, x.last_dim(), x.dtype)?;
+            is_vector_for(w, x)?;
             Ok(vec![x.clone()])
         }
         Op::LayerNormGradParams => {
@@ -109,13 +109,13 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         Op::RmsNorm { .. } => {
             let [x, w] = operands(inputs)?;
             is_float(x)?;
-            is_vector_of(w, x.last_dim(), x.dtype)?;
+            is_vector_for(w, x)?;
             Ok(vec![x.clone(), rows_of(x)])
         }
         Op::RmsNormGradInput => {
             let [dy, x, w, _] = operands(inputs)?;
             same(dy, x)?;
-            is_vector_of(w, x.last_dim(), x.dtype)?;
+            is_vector_for(w, x)?;
             Ok(vec![x.clone()])
         }
         Op::RmsNormGradParams => {
@@ -502,6 +502,14 @@ fn has_dim(x: &TensorType, dim: usize) -> Result<(), Reason> {
     ensure(dim < x.ndim(), || format!("{x} has no dimension {dim}"))
 }
 
+/// What scales or moves the elements of each row: a vector of `f32` fits 16-bit rows, and one of 16
+/// bits rows of `f32`.
+fn is_vector_for(w: &TensorType, x: &TensorType) -> Result<(), Reason> {
+    let expected = x.with_shape([x.last_dim()]);
+    let fits = w.shape == expected.shape && stat_dtype(w) == stat_dtype(x);
+    ensure(fits, || format!("expected {expected}, found {w}"))
+}
+
 fn is_vector_of(x: &TensorType, len: usize, dtype: DType) -> Result<(), Reason> {
     let expected = TensorType::new([len], dtype);
     ensure(*x == expected, || format!("expected {expected}, found {x}"))
@@ -619,6 +627,18 @@ mod tests {
         linear: expected f32[4], found f64[4]
         linear_grad_input: f32[2, 3] cannot be multiplied by f64[3, 4]
         ");
+    }
+
+    #[test]
+    fn norms_may_be_kept_in_f32_beside_16_bit_rows() {
+        let (narrow, wide) = (DType::BF16, DType::F32);
+        for (rows, weight) in [(narrow, wide), (wide, narrow), (narrow, narrow)] {
+            let (x, w) = (ty([2, 3], rows), ty([3], weight));
+            let normed = infer(&Op::RmsNorm { eps: 1e-5 }, &[x.clone(), w.clone()]);
+            assert_eq!(normed.unwrap(), [x.clone(), ty([2], wide)]);
+            let normed = infer(&Op::LayerNorm { eps: 1e-5 }, &[x.clone(), w.clone(), w]);
+            assert_eq!(normed.unwrap()[0], x);
+        }
     }
 
     #[test]

@@ -50,9 +50,8 @@ pub trait Params: fmt::Debug {
 impl Params for Vec<Value> {
     fn value(&self, param: usize) -> Result<Value> {
         let value = self.get(param).cloned();
-        value.ok_or_else(|| Error::Count {
-            what: "or more parameters",
-            expected: param + 1,
+        value.ok_or(Error::NoParam {
+            index: param,
             found: self.len(),
         })
     }

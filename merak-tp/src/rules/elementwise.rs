@@ -30,12 +30,16 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> Result<NodePlac
     let Some(shard) = site.shard(0) else {
         return Ok(site.whole());
     };
-    if site.along_sequence[0] && shard.dim == 0 {
+    let of_positions = site.along_sequence[0] && shard.dim == 0;
+    if of_positions && site.options.sequence_dim() == Some(0) {
         return Err(Error::DropoutOfPositions {
             node: site.node.name.to_string(),
         });
     }
-    let is_slice = shard.is_of_one() && !site.pads(0);
+    // Without a dimension of samples, as of `[S, H]`, a mask counts positions on every rank, but
+    // only those of neighbours.
+    let is_drawn = !of_positions || !shard.mirrored;
+    let is_slice = shard.is_of_one() && !site.pads(0) && is_drawn;
     let spec = match site.options.axis {
         Axis::Sequence => of_sequence(site, shard, dropout),
         axis @ (Axis::Tensor | Axis::Data | Axis::Pipeline) => {

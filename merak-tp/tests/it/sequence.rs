@@ -5,7 +5,7 @@ use crate::{
     run::{assert_same, on_one_rank, on_ranks},
     support::{apply, gpt2, input, linear, lists, llama, model, shapes, trace},
 };
-use merak_tp::{Error, Options, Rewritten, Sequence, default_lists, rewrite_with};
+use merak_tp::{Error, LayerLists, Options, Rewritten, Sequence, default_lists, rewrite_with};
 use merak_trace::{
     DType, Graph, Init, Op, ParamRole, TensorType, fx,
     models::TraceOptions,
@@ -266,6 +266,33 @@ fn dropout_that_counts_positions_as_samples_is_refused() {
     let first = Options::new(2).with_sequence(Sequence::Cut { dim: 0 });
     let error = rewrite_with(&whole, &first.with_lists(lists())).unwrap_err();
     insta::assert_snapshot!(error, @"drop.dropout: dropout counts samples along dimension 0, which holds the sequence: use `Module::dropout_by` with the dimension of the samples");
+}
+
+#[test]
+fn rows_of_positions_drop_alike_where_the_sequence_is_cut() {
+    let whole = fx::trace(DType::F64, |module| {
+        let ids = module.input("ids", TensorType::new([2, 4], DType::I64));
+        let table = |name: &str, ids: &fx::Symbol| {
+            module
+                .sub(name)
+                .embedding(ids, 101, 8, Init::Normal(1.0))
+                .map(|(x, _)| x)
+        };
+        let rows = table("wpe", &module.positions(4)?)?;
+        let x = module.add(&table("wte", &ids)?, &module.dropout(&rows, 0.5)?)?;
+        let linear = |name: &str, x: &fx::Symbol| {
+            module
+                .sub(name)
+                .linear(x, 8, WeightLayout::OutIn, true, Init::Normal(1.0))
+        };
+        let x = module.add(&linear("row", &linear("col", &x)?)?, &x)?;
+        module.output("loss", &module.sum(&module.mul(&x, &x)?)?);
+        Ok(())
+    });
+    let whole = whole.expect("the operands fit");
+    let lists = LayerLists::col_row(["col"], ["row"]);
+    let split = rewrite_with(&whole, &cut(2).with_lists(lists)).expect("it can be split");
+    assert_same(&whole, &split.graph, 2);
 }
 
 #[test]

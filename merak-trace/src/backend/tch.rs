@@ -57,9 +57,9 @@ use tch::{Cuda, Device, Kind, Tensor};
 pub enum TchDevice {
     /// The processor.
     Cpu,
-    /// A CUDA device, by its index; several ranks may share one. Nobody waits for it to look at
-    /// the ids of a whole table and the labels of whole logits: one that is out of range stops it
-    /// for good, so callers check them before.
+    /// A CUDA device, by its index; several ranks may share one. The ids of a whole table and
+    /// the labels of whole logits are not checked there, which would take waiting for the device.
+    /// One that is out of range makes the device unusable: callers check them.
     Cuda(usize),
 }
 

@@ -251,8 +251,8 @@ pub struct Attention {
     pub scale: f64,
     /// Whether a query sees only keys at its own and earlier positions.
     pub causal: bool,
-    /// With a sliding window, a query sees the keys less than this far from its own place: so many,
-    /// its own included, if it is causal, and otherwise those behind it too, `2 * window - 1`.
+    /// With a sliding window, a query sees the keys less than this far from its own place. A causal
+    /// query sees `window` keys, its own included. Another one sees up to `2 * window - 1`.
     pub window: Option<usize>,
     /// Whether the keys are those of another sequence than the queries: a decoder looks at what an
     /// encoder made.

@@ -2,7 +2,7 @@
 //! without a row or a class.
 
 use crate::support::{
-    backend, backends, context, grad_store, host_backends, interpreter, params, value,
+    backend, backends, context, floats, grad_store, host_backends, interpreter, params, value,
 };
 use merak_trace::{
     Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, RecomputePlan, SharedBackend,
@@ -90,7 +90,7 @@ fn parameters_of_another_number_or_type_are_refused() {
     few.truncate(1);
     let mut other = views();
     other[1] = value(&backend, &TensorType::new([9], DType::F32), &[0.0; 9]);
-    insta::assert_snapshot!(forward(few), @"expected 2 or more parameters, found 1");
+    insta::assert_snapshot!(forward(few), @"the program reads parameter 1, found 1 of them");
     insta::assert_snapshot!(forward(other), @r#""second.weight" should be f32[3, 3], found f32[9]"#);
 }
 
@@ -106,14 +106,14 @@ fn values_of_other_stages_in_another_number_are_refused() {
     let (first, second) = (stage(0), stage(1));
     let of = |runner: &Interpreter| params(&backend, &runner.program().graph).views;
     let run = |received| second.forward(&of(&second), &batch(&backend), received, context());
-    insta::assert_snapshot!(run(Vec::new()).unwrap_err(), @"expected 1 values of the stage before, found 0");
+    insta::assert_snapshot!(run(Vec::new()).unwrap_err(), @"expected 1 of the values of the stage before, found 0");
     let hidden = || value(&backend, &TensorType::new([2, 3], DType::F32), &[0.5; 6]);
-    insta::assert_snapshot!(run(vec![hidden(), hidden()]).unwrap_err(), @"expected 1 values of the stage before, found 2");
+    insta::assert_snapshot!(run(vec![hidden(), hidden()]).unwrap_err(), @"expected 1 of the values of the stage before, found 2");
     let forwarded = first.forward(&of(&first), &batch(&backend), Vec::new(), context());
     let mut frame = forwarded.expect("it runs").frame;
     let mut store = grad_store(&backend, first.program());
     let error = first.backward(&mut frame, &of(&first), Vec::new(), 1.0, &mut store);
-    insta::assert_snapshot!(error.unwrap_err(), @"expected 1 gradients of sent values, found 0");
+    insta::assert_snapshot!(error.unwrap_err(), @"expected 1 of the gradients of sent values, found 0");
 }
 
 #[test]
@@ -134,6 +134,17 @@ fn slots_need_no_buffers_of_their_own() {
     };
     let done = runner.backward(&mut frame, &params, Vec::new(), 1.0, &mut store);
     done.expect("it fits");
+    let forwarded = runner.forward(&params, &batch(&backend), Vec::new(), context());
+    let mut frame = forwarded.expect("it runs").frame;
+    let mut apart = grad_store(&backend, runner.program());
+    let done = runner.backward(&mut frame, &params, Vec::new(), 1.0, &mut apart);
+    done.expect("it fits");
+    let [first, second] = [0, 1].map(|buffer| floats(DType::F32, &*apart.buffers[buffer]));
+    assert_ne!(first, second);
+    assert_eq!(
+        floats(DType::F32, &*store.buffers[0]),
+        [second, first].concat()
+    );
 }
 
 #[test]
