@@ -11,7 +11,7 @@ use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
     CheckedArguments, Config, GenerateOptions, MerakTrainer, Plan, PlanInputs, TrainerParts,
-    data::{CrateSources, DataTokens, ModelInputs, Source},
+    data::{CrateSources, DataTokens, ModelInputs, Purpose, Source},
     run_world, threads_per_rank,
 };
 use std::{fs, path::Path, sync::Arc};
@@ -73,7 +73,7 @@ fn main() -> Result<()> {
     println!("{}", source.description);
     let tokenizer = source.tokenizer.clone().context("texts have a tokenizer")?;
     let inputs = ModelInputs::of(&*model, SEQ.into())?;
-    let (data, _) = source.datasets(&inputs, &args, &DataTokens::default(), true)?;
+    let (data, _) = source.datasets(&inputs, &args, &DataTokens::default(), Purpose::Training)?;
     let plan = Arc::new(Plan::new(&PlanInputs::read(model, &args)?, &args)?);
 
     let questions = ["u:1+2?\na:", "u:4+4?\na:"];

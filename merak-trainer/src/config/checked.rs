@@ -96,6 +96,13 @@ impl CheckedArguments {
         own
     }
 
+    /// The same arguments for a run that goes back to a checkpoint and draws on as it did.
+    pub(crate) fn going_back(&self) -> Self {
+        let mut own = self.resuming();
+        own.arguments.no_load_rng = true;
+        own
+    }
+
     /// The keys that change where a run that is started again goes on from its own checkpoint, with
     /// their new values.
     pub fn keys_to_resume(&self) -> Vec<(&'static str, String)> {

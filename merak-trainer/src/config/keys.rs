@@ -299,7 +299,7 @@ settings! {
         adam_beta2: f64 [at_least 0, less_than 1] = 0.999,
         /// Offset of their denominator.
         adam_epsilon: f64 [at_least_f64 MIN_POSITIVE] = 1e-8,
-        /// Momentum of `optim = "sgd"`; the least but 0 is 1e-37.
+        /// Momentum of `optim = "sgd"`: 0, or at least 1e-37.
         sgd_momentum: f64 [at_least 0, less_than 1] = 0.0,
         /// Whether that momentum is Nesterov's.
         nesterov: bool = false,

@@ -197,17 +197,17 @@ impl ModelInputs {
     }
 
     pub(crate) fn missing(&self, input: &ModelInput, given: &[&str]) -> Error {
-        let advice = if input.is_label {
-            "; for a prediction, each label may be -100"
-        } else {
-            ""
-        };
         Error::Data(DataError::MissingTensor {
             family: self.family,
             objective: self.objective.to_string(),
             name: input.name.clone(),
             expected: input.describe(),
-            given: given.join(", ") + advice,
+            given: given.join(", "),
+            advice: if input.is_label {
+                "; to predict without labels, give -100 for each"
+            } else {
+                ""
+            },
         })
     }
 

@@ -84,12 +84,19 @@ impl SampleStream for TextStream {
 
     fn reseeded(&self, seed: u64) -> Option<Arc<dyn SampleStream>> {
         let inner = &self.0;
+        // Masks and spans are drawn, and nothing else.
+        let objective = inner.model.objective;
+        let draws = inner.files.kind == RecordKind::Text
+            && matches!(
+                objective,
+                Objective::MaskedLm | Objective::SequenceToSequence
+            );
         let other = || {
             let args = inner.args.with_data_seed(seed);
             let inner = Inner::clone(inner);
             Arc::new(Self(Arc::new(Inner { args, ..inner }))) as Arc<dyn SampleStream>
         };
-        (seed != inner.args.data_seed()).then(other)
+        (draws && seed != inner.args.data_seed()).then(other)
     }
 }
 

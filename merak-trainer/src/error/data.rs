@@ -215,7 +215,7 @@ pub enum DataError {
     },
     /// Data without a tensor that the model reads.
     #[error(
-        "this {family} model for {objective} reads \"{name}\" ({expected}), but the data give only: {given}"
+        "this {family} model for {objective} reads \"{name}\" ({expected}), but the data give only: {given}{advice}"
     )]
     MissingTensor {
         /// The model's family.
@@ -226,8 +226,10 @@ pub enum DataError {
         name: String,
         /// Its type and sizes.
         expected: String,
-        /// What is there, and where labels are missing what may stand for them.
+        /// What is there.
         given: String,
+        /// What may stand for it.
+        advice: &'static str,
     },
     /// A tensor of another type or size than the model reads.
     #[error("the data give \"{name}\" as {found}, but this {family} model reads {expected}")]

@@ -209,8 +209,8 @@ impl MerakTrainer {
         self.stages.mpu.world_group().barrier()?;
         let (to_step, path, passes_over) = self.way_back(report, &cause)?;
         let position = self.progress.position();
-        let resuming = self.args.resuming();
-        let own = std::mem::replace(&mut self.args, resuming);
+        let going_back = self.args.going_back();
+        let own = std::mem::replace(&mut self.args, going_back);
         let loaded = self.load_checkpoint(&path);
         self.args = own;
         loaded?;

@@ -277,13 +277,14 @@ impl MerakTrainer {
         if !self.args.no_load_rng {
             self.stages.seed = state.seed;
         }
+        let in_use = self.progress.length.data_seed(&self.args);
         let data_seed = if self.args.no_load_rng {
-            self.args.data_seed()
+            in_use
         } else {
             state.data_seed
         };
         // Data of a program may have seeds of their own, which stay where the run's does.
-        if data_seed != self.progress.length.data_seed(&self.args) {
+        if data_seed != in_use {
             for data in [&mut self.parts.train_data, &mut self.parts.eval_data] {
                 *data = data.as_ref().map(|data| with_seed(data, data_seed));
             }

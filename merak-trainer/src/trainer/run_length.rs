@@ -3,7 +3,7 @@
 use super::{TrainerParts, evaluation, run_state::RunState};
 use crate::{
     config::CheckedArguments,
-    data::{BatchShape, Dataset, TrainingOrder},
+    data::{BatchShape, DataPosition, Dataset, TrainingOrder},
     error::{ConfigError, Error, NO_LENGTH, Result},
 };
 use merak_zero::LrSchedule;
@@ -87,17 +87,22 @@ impl RunLength {
         let Some(order) = &mut self.order else {
             return Ok(0);
         };
-        let (step, mut position) = (saved.global_step, saved.position);
-        if args.ignore_data_skip {
-            position.samples = 0;
-        }
-        let unused = order.resume(step, position);
+        let (step, position) = (saved.global_step, saved.position);
+        let mut unused = order.resume(step, position);
         self.extra_steps = if saved.global_batch == args.global_batch() {
             saved.extra_steps
         } else {
             let used = order.batches_after(step).cast_signed();
             step.cast_signed().saturating_sub(used)
         };
+        // An epoch that begins again makes the run no longer.
+        if args.ignore_data_skip {
+            let begin = DataPosition {
+                samples: 0,
+                ..position
+            };
+            unused = order.resume(step, begin);
+        }
         self.total_steps = args.total_steps(order.steps_per_epoch());
         if args.max_steps <= 0 {
             self.total_steps = self.total_steps.saturating_add_signed(self.extra_steps);
