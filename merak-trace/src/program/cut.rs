@@ -177,8 +177,9 @@ pub(super) fn extract(model: &Graph, cuts: &StageCuts, stage: usize) -> Result<P
         value: build.local[&port.value],
     });
     let outputs = outputs.collect();
-    let needs = needs_grad(model, &[]);
-    let flows = build.local.iter().filter(|(value, _)| needs[value.index()]);
+    let (needs, reaches) = (needs_grad(model, &[]), reaches_loss(model));
+    let has_grad = |value: ValueId| needs[value.index()] && reaches[value.index()];
+    let flows = build.local.iter().filter(|(value, _)| has_grad(**value));
     Ok(Part {
         flows: flows.map(|(_, &local)| local).collect(),
         uses_before: build.uses_before(range.start),
@@ -189,6 +190,25 @@ pub(super) fn extract(model: &Graph, cuts: &StageCuts, stage: usize) -> Result<P
         outputs,
         range,
     })
+}
+
+/// For each value of a model, whether output `loss` depends on it: what only a metric reads has no
+/// gradient. Without a loss, any value may have one.
+fn reaches_loss(model: &Graph) -> Vec<bool> {
+    let loss = model.output("loss");
+    let mut reaches = vec![loss.is_none(); model.num_values()];
+    if let Some(loss) = loss {
+        reaches[loss.index()] = true;
+    }
+    for node in model.nodes().iter().rev() {
+        let is_on_the_way = node.outputs.iter().any(|output| reaches[output.index()]);
+        if is_on_the_way && !node.op.stops_gradient() {
+            for input in &node.inputs {
+                reaches[input.index()] = true;
+            }
+        }
+    }
+    reaches
 }
 
 /// The results of nodes before the border `at` that are used after it.

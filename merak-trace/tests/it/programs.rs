@@ -4,8 +4,8 @@ use crate::support::{
     backend, context, floats, grad_store, interpreter, loss_and_grads, numbers, params, value,
 };
 use merak_trace::{
-    Batch, DType, Error, Graph, Hop, Interpreter, Op, Overlap, Port, RecomputePlan, RunContext,
-    SingleRank, StageCuts, StageProgram, TensorType, Value, fx,
+    Batch, DType, Error, Graph, Hop, Init, Interpreter, Op, Overlap, ParamRole, Port,
+    RecomputePlan, RunContext, SingleRank, StageCuts, StageProgram, TensorType, Value, fx,
     models::{self, TraceOptions},
 };
 use serde_json::{Value as Json, json};
@@ -311,6 +311,35 @@ fn a_loss_of_another_type_than_its_gradient_is_refused() {
     insta::assert_snapshot!(refused(per_sample), @r#"output "loss" should be f64[], found f32[2]: end it with `Module::sum`"#);
     insta::assert_snapshot!(refused(TensorType::scalar(DType::F32)), @r#"output "loss" should be f64[], found f32[]: end it with `Module::sum`"#);
     assert!(training(TensorType::scalar(DType::F64)).is_ok());
+}
+
+#[test]
+fn a_statistic_that_a_later_stage_prints_has_no_gradient() {
+    let graph = fx::trace(DType::F32, |module| {
+        let x = module.input("x", TensorType::new([2, 3], DType::F32));
+        let [w, b] = ["w", "b"].map(|name| {
+            let init = Init::Constant(1.0);
+            module.param(name, &[3], init, ParamRole::Weight)
+        });
+        let x = module.mul(&x, &x)?;
+        let normed = module.apply(Op::LayerNorm { eps: 1e-5 }, &[&x, &w?, &b?])?;
+        module.output("spread", &module.sum(&normed[2])?);
+        module.output("loss", &module.sum(&normed[0])?);
+        Ok(())
+    });
+    let graph = graph.expect("the operands fit");
+    let cuts = StageCuts::new(&graph, vec![0, 2, graph.nodes().len()]).expect("valid bounds");
+    let [first, last] = [0, 1].map(|stage| {
+        let plan = RecomputePlan::default();
+        StageProgram::training(&graph, &cuts, stage, &plan).expect("differentiable")
+    });
+    let grads = |hops: &[Hop]| {
+        hops.iter()
+            .map(|hop| hop.grad.is_some())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(grads(&first.send), [true, false]);
+    assert_eq!(grads(&last.recv), [true, false]);
 }
 
 #[test]
