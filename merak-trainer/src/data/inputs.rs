@@ -197,17 +197,18 @@ impl ModelInputs {
     }
 
     pub(crate) fn missing(&self, input: &ModelInput, given: &[&str]) -> Error {
+        // As for a prediction.
+        let unlabelled = if input.is_label {
+            ", -100 where there is none"
+        } else {
+            ""
+        };
         Error::Data(DataError::MissingTensor {
             family: self.family,
             objective: self.objective.to_string(),
             name: input.name.clone(),
-            expected: input.describe(),
+            expected: input.describe() + unlabelled,
             given: given.join(", "),
-            advice: if input.is_label {
-                "; to predict without labels, give -100 for each"
-            } else {
-                ""
-            },
         })
     }
 

@@ -215,7 +215,7 @@ pub enum DataError {
     },
     /// Data without a tensor that the model reads.
     #[error(
-        "this {family} model for {objective} reads \"{name}\" ({expected}), but the data give only: {given}{advice}"
+        "this {family} model for {objective} reads \"{name}\" ({expected}), but the data give only: {given}"
     )]
     MissingTensor {
         /// The model's family.
@@ -228,8 +228,6 @@ pub enum DataError {
         expected: String,
         /// What is there.
         given: String,
-        /// What may stand for it.
-        advice: &'static str,
     },
     /// A tensor of another type or size than the model reads.
     #[error("the data give \"{name}\" as {found}, but this {family} model reads {expected}")]

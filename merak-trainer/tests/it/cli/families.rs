@@ -662,7 +662,7 @@ fn tensors_that_do_not_fit_are_named_with_what_the_model_reads() {
         place.mistake("train merak.toml")
     };
     let images = images(20);
-    assert_snapshot!(refused(&vit(), &images[..1]), @r#"error: this vit model for image classification reads "labels" (integers of shape [] per sample), but the data give only: pixel_values; to predict without labels, give -100 for each"#);
+    assert_snapshot!(refused(&vit(), &images[..1]), @r#"error: this vit model for image classification reads "labels" (integers of shape [] per sample, -100 where there is none), but the data give only: pixel_values"#);
     let mut wide = vit();
     wide["image_size"] = 16.into();
     assert_snapshot!(refused(&wide, &images), @r#"error: the data give "pixel_values" as u8 of shape [2, 8, 8] per sample, but this vit model reads floats of shape [2, 16, 16] per sample"#);
