@@ -161,7 +161,7 @@ pub enum Error {
         found: usize,
     },
     /// A program reads a parameter that was not given.
-    #[error("the program reads parameter {index}, found {found} of them")]
+    #[error("the program reads at least {} parameters, found {found}", index + 1)]
     NoParam {
         /// Its position in the program, from 0.
         index: usize,

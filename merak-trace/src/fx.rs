@@ -530,7 +530,7 @@ impl Module {
     }
 
     /// [`Module::dropout`] of a value whose dimension `batch_dim` counts the samples, as 1 does in
-    /// `[S, B, H]`: that one comes first while elements are zeroed.
+    /// `[S, B, H]`. The value is transposed for it, so that this dimension comes first, and back.
     ///
     /// # Errors
     /// As [`Module::apply`].

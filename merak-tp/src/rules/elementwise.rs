@@ -36,8 +36,8 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> Result<NodePlac
             node: site.node.name.to_string(),
         });
     }
-    // Without a dimension of samples, as of `[S, H]`, a mask counts positions on every rank, but
-    // only those of neighbours.
+    // In `[S, H]`, which has no dimension of samples, a mask counts positions. A rank draws those
+    // of neighbours; a mirrored cut gives it others.
     let is_drawn = !of_positions || !shard.mirrored;
     let is_slice = shard.is_of_one() && !site.pads(0) && is_drawn;
     let spec = match site.options.axis {

@@ -90,7 +90,7 @@ fn parameters_of_another_number_or_type_are_refused() {
     few.truncate(1);
     let mut other = views();
     other[1] = value(&backend, &TensorType::new([9], DType::F32), &[0.0; 9]);
-    insta::assert_snapshot!(forward(few), @"the program reads parameter 1, found 1 of them");
+    insta::assert_snapshot!(forward(few), @"the program reads at least 2 parameters, found 1");
     insta::assert_snapshot!(forward(other), @r#""second.weight" should be f32[3, 3], found f32[9]"#);
 }
 
