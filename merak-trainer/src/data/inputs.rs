@@ -197,7 +197,7 @@ impl ModelInputs {
     }
 
     pub(crate) fn missing(&self, input: &ModelInput, given: &[&str]) -> Error {
-        // As for a prediction.
+        // A prediction needs none.
         let unlabelled = if input.is_label {
             ", -100 where there is none"
         } else {

@@ -115,13 +115,13 @@ impl Dataset for MaskedDataset {
     }
 
     fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
-        let other = || {
-            Arc::new(Self {
-                seed,
-                ..self.clone()
-            }) as Arc<dyn Dataset>
-        };
-        (seed != self.seed).then(other)
+        if seed == self.seed {
+            return None;
+        }
+        Some(Arc::new(Self {
+            seed,
+            ..self.clone()
+        }))
     }
 
     fn get(&self, index: usize) -> Result<Sample> {

@@ -142,13 +142,13 @@ impl Dataset for SpanDataset {
     }
 
     fn reseeded(&self, seed: u64) -> Option<Arc<dyn Dataset>> {
-        let other = || {
-            Arc::new(Self {
-                seed,
-                ..self.clone()
-            }) as Arc<dyn Dataset>
-        };
-        (seed != self.seed).then(other)
+        if seed == self.seed {
+            return None;
+        }
+        Some(Arc::new(Self {
+            seed,
+            ..self.clone()
+        }))
     }
 
     fn get(&self, index: usize) -> Result<Sample> {

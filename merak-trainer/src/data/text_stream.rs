@@ -91,12 +91,12 @@ impl SampleStream for TextStream {
                 objective,
                 Objective::MaskedLm | Objective::SequenceToSequence
             );
-        let other = || {
-            let args = inner.args.with_data_seed(seed);
-            let inner = Inner::clone(inner);
-            Arc::new(Self(Arc::new(Inner { args, ..inner }))) as Arc<dyn SampleStream>
-        };
-        (draws && seed != inner.args.data_seed()).then(other)
+        if !draws || seed == inner.args.data_seed() {
+            return None;
+        }
+        let args = inner.args.with_data_seed(seed);
+        let inner = Inner::clone(inner);
+        Some(Arc::new(Self(Arc::new(Inner { args, ..inner }))))
     }
 }
 
