@@ -118,6 +118,11 @@ impl<'a, T: Copy> MatRef<'a, T> {
         self.row_stride == 1
     }
 
+    /// Elements between the starts of two rows.
+    pub(super) fn row_stride(&self) -> usize {
+        self.row_stride
+    }
+
     /// Elements from one row to the next, and from one column to the next.
     pub(super) fn strides(&self) -> [isize; 2] {
         [self.row_stride, self.col_stride].map(usize::cast_signed)

@@ -18,7 +18,7 @@ use super::super::{MatMut, MatRef, Threads};
 use super::halves::Halves;
 use super::pack::turn_square;
 use super::pairs::{PAIRED, Pairs};
-use super::prefetch::{prefetch_ahead, prefetch_tile};
+use super::prefetch::{prefetch_along, prefetch_below, prefetch_tile};
 use super::tile::{STRIP, finish};
 use super::{Start, depths};
 
@@ -71,8 +71,8 @@ pub(super) fn product<A: Halves, W: Halves>(
         threads.with_scratch(a.rows().div_ceil(STRIP) * STRIP * ROW, |strips| {
             let groups = strips.chunks_mut(GROUP * STRIP * ROW).enumerate();
             threads.for_each(groups, |(i, out)| {
-                let rows = GROUP_ROWS.min(a.rows() - i * GROUP_ROWS);
-                let a = a.sub_rows(i * GROUP_ROWS, rows);
+                let first = i * GROUP_ROWS;
+                let a = a.sub_rows(first, (a.rows() - first).min(GROUP_ROWS + LANES - STRIP));
                 simd.vectorize(PackLeft {
                     simd,
                     order,
@@ -138,13 +138,11 @@ impl<A: Halves> NullaryFnOnce for PackLeft<'_, A> {
             Order::Columns => {
                 let lines = a.transposed();
                 for pair in 0..a.cols().div_ceil(2) {
-                    let mut pairs = [0; GROUP_ROWS];
-                    each_across(simd, lines, pair, |i, x| {
-                        pairs[i * LANES..][..LANES].copy_from_slice(&cast::<_, [u32; LANES]>(x));
-                    });
-                    let strips = out.chunks_exact_mut(STRIP * ROW);
-                    for (strip, pairs) in strips.zip(pairs.chunks_exact(STRIP)) {
-                        strip[pair * STRIP..][..STRIP].copy_from_slice(pairs);
+                    let lines = Neighbours::new(lines, pair);
+                    for (i, strip) in out.chunks_exact_mut(STRIP * ROW).enumerate() {
+                        // A register is wider than a strip. The next pair overwrites the rest.
+                        let out = &mut strip[pair * STRIP..][..LANES];
+                        out.copy_from_slice(&lines.pairs(simd, i * STRIP));
                     }
                 }
             }
@@ -279,13 +277,12 @@ fn sums<const R: usize>(
 fn pack_right<W: Halves>(simd: Pairs, b: MatRef<'_, W>, panel_len: usize, out: &mut [u32]) {
     if b.has_contiguous_rows() {
         for pair in 0..b.rows().div_ceil(2) {
-            each_across(simd, b, pair, |i, x| {
-                let out = &mut out[i / 2 * panel_len + pair * WIDTH + i % 2 * LANES..][..LANES];
-                out.copy_from_slice(&cast::<_, [u32; LANES]>(x));
-            });
-            if b.cols().div_ceil(LANES) % 2 == 1 {
-                let last = b.cols() / WIDTH * panel_len + pair * WIDTH + LANES;
-                out[last..][..LANES].fill(0);
+            let lines = Neighbours::new(b, pair);
+            for (i, panel) in out.chunks_exact_mut(panel_len).enumerate() {
+                let out = &mut panel[pair * WIDTH..][..WIDTH];
+                for (half, out) in out.chunks_exact_mut(LANES).enumerate() {
+                    out.copy_from_slice(&lines.pairs(simd, i * WIDTH + half * LANES));
+                }
             }
         }
         return;
@@ -315,7 +312,7 @@ fn turn<W: Halves>(simd: Pairs, lines: MatRef<'_, W>, first: usize, out: &mut [u
         let mut pairs = [simd.wide.splat_f32x16(0.0); LANES];
         for (pairs, row) in pairs.iter_mut().zip(&rows) {
             for line in [0, LANES] {
-                prefetch_ahead(row, ks.start + line);
+                prefetch_along(&lines, row, ks.start + line, LANES);
             }
             *pairs = cast(along(simd, row.get(ks.clone()).unwrap_or_default()));
         }
@@ -335,27 +332,39 @@ fn along<W: Halves>(simd: Pairs, x: &[W]) -> u32x16 {
     }
 }
 
-/// Calls `put` with pairs of elements of two neighbouring lines, register by register.
-#[inline(always)]
-fn each_across<W: Halves>(
-    simd: Pairs,
-    lines: MatRef<'_, W>,
-    pair: usize,
-    mut put: impl FnMut(usize, u32x16),
-) {
-    let line = lines.row(2 * pair);
-    let next = if 2 * pair + 1 < lines.rows() {
-        lines.row(2 * pair + 1)
-    } else {
-        &[]
-    };
-    for (i, x) in line.chunks(LANES).enumerate() {
-        let next = next.get(i * LANES..i * LANES + x.len()).unwrap_or_default();
-        let pairs = match (x.try_into(), next.try_into()) {
-            (Ok(x), Ok(next)) => W::across(simd, x, next),
+/// Two neighbouring lines, whose elements are paired.
+struct Neighbours<'a, W> {
+    lines: MatRef<'a, W>,
+    line: &'a [W],
+    next: &'a [W],
+}
+
+impl<'a, W: Halves> Neighbours<'a, W> {
+    #[inline(always)]
+    fn new(lines: MatRef<'a, W>, pair: usize) -> Self {
+        let has_next = 2 * pair + 1 < lines.rows();
+        Self {
+            lines,
+            line: lines.row(2 * pair),
+            next: has_next.then(|| lines.row(2 * pair + 1)).unwrap_or_default(),
+        }
+    }
+
+    /// Pairs of the elements from `first` on, with zeros past the edges.
+    #[inline(always)]
+    fn pairs(&self, simd: Pairs, first: usize) -> [u32; LANES] {
+        for line in [self.line, self.next] {
+            prefetch_below(&self.lines, line, first);
+        }
+        let [x, next] = [self.line, self.next].map(
+            #[inline(always)]
+            |line| line.get(first..).unwrap_or_default(),
+        );
+        let pairs = match (x.first_chunk(), next.first_chunk()) {
+            (Some(x), Some(next)) => W::across(simd, x, next),
             _ => W::across(simd, &padded(x), &padded(next)),
         };
-        put(i, pairs);
+        cast(pairs)
     }
 }
 
@@ -363,6 +372,8 @@ fn each_across<W: Halves>(
 #[cold]
 fn padded<W: Halves, const N: usize>(x: &[W]) -> [W; N] {
     let mut padded = [W::zeroed(); N];
-    padded[..x.len()].copy_from_slice(x);
+    for (padded, &x) in padded.iter_mut().zip(x) {
+        *padded = x;
+    }
     padded
 }

@@ -5,7 +5,7 @@
 )]
 
 use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
-use super::prefetch::prefetch_ahead;
+use super::prefetch::{prefetch_along, prefetch_below};
 use super::tile::DEPTH;
 use super::{Isa, Operand};
 
@@ -96,7 +96,9 @@ fn pack_strips<T: Float, const STRIP: usize>(a: MatRef<'_, T>, out: &mut [T]) {
         Order::Columns => {
             for k in 0..a.cols() {
                 let strips = out.chunks_mut(STRIP * ROW);
-                for (strip, column) in strips.zip(a.transposed().row(k).chunks(STRIP)) {
+                let line = a.transposed().row(k);
+                for (i, (strip, column)) in strips.zip(line.chunks(STRIP)).enumerate() {
+                    prefetch_below(&a.transposed(), line, i * STRIP);
                     let out = &mut strip[k * STRIP..][..STRIP];
                     if let Ok(column) = <&[T; STRIP]>::try_from(column) {
                         out.copy_from_slice(column);
@@ -118,7 +120,11 @@ fn pack_rows<S: Isa, T: Float, W: Operand<T>>(
     mut out: MatMut<'_, T>,
 ) {
     for k in 0..b.rows() {
-        for (panel, row) in b.row(k).chunks(width).enumerate() {
+        let line = b.row(k);
+        for (panel, row) in line.chunks(width).enumerate() {
+            for half in [0, width / 2] {
+                prefetch_below(&b, line, panel * width + half);
+            }
             let out = &mut out.row_mut(panel)[k * width..][..width];
             if row.len() == width {
                 // Copies by registers: a call of memcpy would take longer than this short copy.
@@ -160,7 +166,7 @@ fn turn<S: Isa, T: Float, W: Operand<T>>(simd: S, x: MatRef<'_, W>, width: usize
         for square in 0..squares {
             let mut rows = [T::splat(simd, T::ZERO); 16];
             for (i, row) in rows[..lanes].iter_mut().enumerate() {
-                prefetch_ahead(band.row(i), square * lanes);
+                prefetch_along(&x, band.row(i), square * lanes, lanes);
                 *row = W::widen(simd, W::groups::<S>(&band.row(i)[square * lanes..])[0]);
             }
             turn_square::<S, T>(simd, &mut rows[..lanes]);

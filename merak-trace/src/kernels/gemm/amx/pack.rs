@@ -16,7 +16,7 @@ use super::super::{
     halves::Halves,
     pack::turn_square,
     pairs::Pairs,
-    prefetch::{prefetch, prefetch_ahead},
+    prefetch::{prefetch_along},
 };
 
 /// Rows of a left operand, or columns of a right one, that are multiplied together: two tiles.
@@ -38,9 +38,6 @@ const SIDE: usize = 16;
 
 /// Elements of a tile: pairs of bf16.
 const TILE: usize = SIDE * SIDE;
-
-/// Panels between what is packed across lines and what is asked for meanwhile.
-const PANELS_AHEAD: usize = 2;
 
 /// Mask of the upper half of an f32, which is a bf16.
 const UPPER: u32 = 0xffff_0000;
@@ -216,7 +213,7 @@ fn along<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
                 |i| {
                     let row = rows[i].get(k.clone()).unwrap_or_default();
                     for line in [0, SIDE] {
-                        prefetch_ahead(rows[i], k.start + line);
+                        prefetch_along(&x, rows[i], k.start + line, SIDE);
                     }
                     match row.try_into() {
                         Ok(row) => simd.along(row, check),
@@ -259,7 +256,7 @@ fn across<W: Pod, S: Parts<W, PARTS>, const PARTS: usize>(
                         let rows = S::pair(i).map(
                             #[inline(always)]
                             |k| {
-                                prefetch(rows[k], lines.start + PANELS_AHEAD * LINES);
+                                prefetch_along(&x, rows[k], lines.start, GROUP);
                                 rows[k].get(lines.clone()).unwrap_or_default()
                             },
                         );
