@@ -24,6 +24,8 @@ mod prefetch;
 #[cfg(target_arch = "x86_64")]
 mod rows;
 #[cfg(target_arch = "x86_64")]
+mod shares;
+#[cfg(target_arch = "x86_64")]
 mod tile;
 #[cfg(feature = "tch")]
 mod vectors;

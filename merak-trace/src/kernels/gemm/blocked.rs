@@ -2,9 +2,9 @@
 //!
 //! Blocked as in Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008),
 //! section 5: the operands are copied so that the innermost loop reads both in order. For each
-//! [`DEPTH`] of k, all threads pack the left operand; then each takes blocks of columns, packs
-//! their part of the right operand, which stays in its second-level cache, and multiplies all rows
-//! by it.
+//! [`DEPTH`] of k, all threads pack the left operand. For each block of columns they then pack its
+//! part of the right operand, which stays in second-level caches, and each multiplies its rows by
+//! it ([`Shares`]).
 //!
 //! Element (i, j) is a sum over k in blocks of [`DEPTH`], each in ascending order. It depends
 //! neither on the other rows and columns nor on how the work is shared.
@@ -18,6 +18,7 @@ use std::ops::Range;
 use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
 use super::pack::{Order, ROW, pack_left, pack_right};
 use super::prefetch::prefetch_tile;
+use super::shares::{Shares, panel_groups};
 use super::tile::{DEPTH, finish, multiply};
 use super::{Isa, Lanes, Operand, Start, depths};
 
@@ -36,44 +37,53 @@ pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
     mut c: MatMut<'_, T>,
 ) {
     let width = columns::<S, T>();
-    let block_width = width * block_panels::<S>(b.cols().div_ceil(width), threads.num_threads());
+    let shares = Shares::new(a.rows(), threads.num_threads(), (STRIP, ROW));
     for (a, b, start) in depths(DEPTH, (a, b), start) {
-        let depth = a.cols();
+        let panel_len = a.cols() * width;
+        let panels = shares.block_panels(b.cols().div_ceil(width), most_panels::<S>());
         let order = Order::of(&a);
-        threads.with_scratch(a.rows().div_ceil(STRIP) * STRIP * ROW, |strips| {
-            pack_left::<T, STRIP>(threads, a, strips);
-            let blocks = c.reborrow().col_blocks(block_width).enumerate();
-            threads.for_each(blocks, |(i, mut out)| {
-                let (col, cols) = (i * block_width, out.cols());
-                let start = start.columns(col, cols);
-                let panels_len = depth * cols.next_multiple_of(width);
-                threads.with_scratch(panels_len, |panels| {
-                    pack_right(simd, b.sub_cols(col, cols), width, panels);
-                    let panels = (&panels[..], depth * width);
-                    simd.vectorize(Body(
-                        #[inline(always)]
-                        || {
-                            let out = out.reborrow();
-                            block::<S, T, STRIP>(simd, order, alpha, strips, panels, start, out);
-                        },
-                    ));
-                });
+        let blocks = c.reborrow().col_blocks(panels * width).enumerate();
+        threads.with_scratch(shares.packed_len(), |strips| {
+            threads.for_each(shares.groups(strips), |(rows, out)| {
+                pack_left::<T, STRIP>(a.sub_rows(rows.start, rows.len()), out);
+            });
+            threads.with_scratch(panels * panel_len, |packed| {
+                for (i, out) in blocks {
+                    let (col, cols) = (i * panels * width, out.cols());
+                    let (b, start) = (b.sub_cols(col, cols), start.columns(col, cols));
+                    let panel = (width, panel_len);
+                    let groups = panel_groups(cols, threads.num_threads(), panel, packed);
+                    threads.for_each(groups, |(cols, out)| {
+                        pack_right(simd, b.sub_cols(cols.start, cols.len()), width, out);
+                    });
+                    threads.for_each(shares.of(out, width), |([row, panel], mut out)| {
+                        let strips = shares.strips(strips, row);
+                        let panels = (&packed[panel * panel_len..], panel_len);
+                        let start = start.columns(panel * width, out.cols());
+                        simd.vectorize(Body(
+                            #[inline(always)]
+                            || {
+                                let out = out.reborrow();
+                                share::<S, T, STRIP>(
+                                    simd, order, alpha, strips, panels, start, out,
+                                );
+                            },
+                        ));
+                    });
+                }
             });
         });
     }
 }
 
-/// Panels of a block, so that all threads get equally many blocks.
-fn block_panels<S: Isa>(panels: usize, num_threads: usize) -> usize {
-    // Half of a second-level cache: 1 MiB with AVX-512; with AVX2, whose panels are half as wide
-    // and whose processors have less, 256 KiB.
-    let most = S::REGISTER_COUNT / 2;
-    let rounds = panels.div_ceil(num_threads * most);
-    panels.div_ceil(num_threads * rounds).max(1)
+/// Most panels of a block: half of a second-level cache, 1 MiB with AVX-512. With AVX2 panels are
+/// half as wide and caches smaller: 256 KiB.
+fn most_panels<S: Isa>() -> usize {
+    S::REGISTER_COUNT / 2
 }
 
 #[inline(always)]
-fn block<S: Isa, T: Float, const STRIP: usize>(
+fn share<S: Isa, T: Float, const STRIP: usize>(
     simd: S,
     order: Order,
     alpha: T,

@@ -19,6 +19,7 @@ use super::halves::Halves;
 use super::pack::turn_square;
 use super::pairs::{PAIRED, Pairs};
 use super::prefetch::{prefetch_along, prefetch_below, prefetch_tile};
+use super::shares::{Shares, panel_groups};
 use super::tile::{STRIP, finish};
 use super::{Start, depths};
 
@@ -35,12 +36,9 @@ const LANES: usize = 16;
 /// Columns of a panel: two registers.
 const WIDTH: usize = 2 * LANES;
 
-/// Strips that are packed together: whole registers of rows.
-const GROUP: usize = 8;
-const GROUP_ROWS: usize = GROUP * STRIP;
-
-/// Most panels of a block: they stay in a second-level cache of 1 MiB beside what else passes it.
-const MOST_PANELS: usize = 8;
+/// Most pairs of packed panels that a thread multiplies by: 512 KiB, which stay in a second-level
+/// cache of 1 MiB beside what else passes it.
+const BLOCK: usize = 1 << 17;
 
 /// Order of the pairs of a packed strip: the one that needs no transpose of the operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,57 +58,64 @@ pub(super) fn product<A: Halves, W: Halves>(
     start: Start<'_, f32>,
     mut c: MatMut<'_, f32>,
 ) {
-    let block_width = WIDTH * block_panels(b.cols().div_ceil(WIDTH), threads.num_threads());
+    let shares = Shares::new(a.rows(), threads.num_threads(), (STRIP, ROW));
     let order = if a.has_contiguous_rows() {
         Order::Rows
     } else {
         Order::Columns
     };
     for (a, b, start) in depths(DEPTH, (a, b), start) {
-        let pairs = a.cols().div_ceil(2);
-        threads.with_scratch(a.rows().div_ceil(STRIP) * STRIP * ROW, |strips| {
-            let groups = strips.chunks_mut(GROUP * STRIP * ROW).enumerate();
-            threads.for_each(groups, |(i, out)| {
-                let first = i * GROUP_ROWS;
-                let a = a.sub_rows(first, (a.rows() - first).min(GROUP_ROWS + LANES - STRIP));
+        let panel_len = a.cols().div_ceil(2) * WIDTH;
+        let panels = shares.block_panels(b.cols().div_ceil(WIDTH), BLOCK / panel_len);
+        let blocks = c.reborrow().col_blocks(panels * WIDTH).enumerate();
+        threads.with_scratch(shares.packed_len(), |strips| {
+            threads.for_each(shares.groups(strips), |(rows, out)| {
                 simd.vectorize(PackLeft {
                     simd,
                     order,
                     a,
+                    rows,
                     out,
                 });
             });
-            let blocks = c.reborrow().col_blocks(block_width).enumerate();
-            threads.for_each(blocks, |(i, out)| {
-                let (col, cols) = (i * block_width, out.cols());
-                threads.with_scratch(pairs * cols.next_multiple_of(WIDTH), |panels| {
-                    simd.vectorize(Block {
-                        simd,
-                        order,
-                        alpha,
-                        strips,
-                        b: b.sub_cols(col, cols),
-                        panels,
-                        start: start.columns(col, cols),
-                        out,
+            threads.with_scratch(panels * panel_len, |packed| {
+                for (i, out) in blocks {
+                    let (col, cols) = (i * panels * WIDTH, out.cols());
+                    let (b, start) = (b.sub_cols(col, cols), start.columns(col, cols));
+                    let panel = (WIDTH, panel_len);
+                    let groups = panel_groups(cols, threads.num_threads(), panel, packed);
+                    threads.for_each(groups, |(cols, out)| {
+                        simd.vectorize(PackRight {
+                            simd,
+                            b: b.sub_cols(cols.start, cols.len()),
+                            panel_len,
+                            out,
+                        });
                     });
-                });
+                    threads.for_each(shares.of(out, WIDTH), |([row, panel], out)| {
+                        simd.vectorize(Share {
+                            simd,
+                            order,
+                            alpha,
+                            strips: shares.strips(strips, row),
+                            panels: &packed[panel * panel_len..],
+                            panel_len,
+                            start: start.columns(panel * WIDTH, out.cols()),
+                            out,
+                        });
+                    });
+                }
             });
         });
     }
 }
 
-/// Panels of a block, so that all threads get equally many blocks.
-fn block_panels(panels: usize, num_threads: usize) -> usize {
-    let rounds = panels.div_ceil(num_threads * MOST_PANELS);
-    panels.div_ceil(num_threads * rounds).max(1)
-}
-
-/// Packs some strips of a left operand. Pairs past its rows are unspecified.
+/// Packs some rows of a left operand into strips. Pairs past these rows are unspecified.
 struct PackLeft<'a, A> {
     simd: Pairs,
     order: Order,
     a: MatRef<'a, A>,
+    rows: Range<usize>,
     out: &'a mut [u32],
 }
 
@@ -123,11 +128,12 @@ impl<A: Halves> NullaryFnOnce for PackLeft<'_, A> {
             simd,
             order,
             a,
+            rows,
             out,
         } = self;
         match order {
             Order::Rows => {
-                for (row, out) in out.chunks_exact_mut(ROW).take(a.rows()).enumerate() {
+                for (row, out) in rows.zip(out.chunks_exact_mut(ROW)) {
                     let out = pulp::as_arrays_mut::<LANES, _>(out).0;
                     let row = a.row(row).chunks(PAIRED);
                     for (x, out) in row.zip(out) {
@@ -139,10 +145,11 @@ impl<A: Halves> NullaryFnOnce for PackLeft<'_, A> {
                 let lines = a.transposed();
                 for pair in 0..a.cols().div_ceil(2) {
                     let lines = Neighbours::new(lines, pair);
-                    for (i, strip) in out.chunks_exact_mut(STRIP * ROW).enumerate() {
+                    let strips = out.chunks_exact_mut(STRIP * ROW);
+                    for (first, strip) in rows.clone().step_by(STRIP).zip(strips) {
                         // A register is wider than a strip. The next pair overwrites the rest.
                         let out = &mut strip[pair * STRIP..][..LANES];
-                        out.copy_from_slice(&lines.pairs(simd, i * STRIP));
+                        out.copy_from_slice(&lines.pairs(simd, first));
                     }
                 }
             }
@@ -150,19 +157,36 @@ impl<A: Halves> NullaryFnOnce for PackLeft<'_, A> {
     }
 }
 
-/// A block of the output, for one thread, with memory for the packed right operand.
-struct Block<'a, W> {
+/// Packs some panels of a right operand.
+struct PackRight<'a, W> {
+    simd: Pairs,
+    b: MatRef<'a, W>,
+    panel_len: usize,
+    out: &'a mut [u32],
+}
+
+impl<W: Halves> NullaryFnOnce for PackRight<'_, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        pack_panels(self.simd, self.b, self.panel_len, self.out);
+    }
+}
+
+/// A share of the output, with the packed strips and panels from its first ones on.
+struct Share<'a> {
     simd: Pairs,
     order: Order,
     alpha: f32,
     strips: &'a [u32],
-    b: MatRef<'a, W>,
-    panels: &'a mut [u32],
+    panels: &'a [u32],
+    panel_len: usize,
     start: Start<'a, f32>,
     out: MatMut<'a, f32>,
 }
 
-impl<W: Halves> NullaryFnOnce for Block<'_, W> {
+impl NullaryFnOnce for Share<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -172,17 +196,21 @@ impl<W: Halves> NullaryFnOnce for Block<'_, W> {
             order,
             alpha,
             strips,
-            b,
             panels,
+            panel_len,
             start,
             mut out,
         } = self;
-        let panel_len = b.rows().div_ceil(2) * WIDTH;
-        pack_right(simd, b, panel_len, panels);
         let num_rows = out.rows();
-        for (i, strip) in strips.chunks_exact(STRIP * ROW).enumerate() {
+        let strips = strips
+            .chunks_exact(STRIP * ROW)
+            .take(num_rows.div_ceil(STRIP));
+        for (i, strip) in strips.enumerate() {
             let rows = STRIP.min(num_rows - i * STRIP);
-            for (j, panel) in panels.chunks_exact(panel_len).enumerate() {
+            let panels = panels
+                .chunks_exact(panel_len)
+                .take(out.cols().div_ceil(WIDTH));
+            for (j, panel) in panels.enumerate() {
                 let cols = j * WIDTH..out.cols().min((j + 1) * WIDTH);
                 let mut tile = Tile {
                     simd,
@@ -274,7 +302,7 @@ fn sums<const R: usize>(
 
 /// Packs a right operand into panels of [`WIDTH`] columns, pair by pair, with zeros past the edges.
 #[inline(always)]
-fn pack_right<W: Halves>(simd: Pairs, b: MatRef<'_, W>, panel_len: usize, out: &mut [u32]) {
+fn pack_panels<W: Halves>(simd: Pairs, b: MatRef<'_, W>, panel_len: usize, out: &mut [u32]) {
     if b.has_contiguous_rows() {
         for pair in 0..b.rows().div_ceil(2) {
             let lines = Neighbours::new(b, pair);
@@ -342,11 +370,15 @@ struct Neighbours<'a, W> {
 impl<'a, W: Halves> Neighbours<'a, W> {
     #[inline(always)]
     fn new(lines: MatRef<'a, W>, pair: usize) -> Self {
-        let has_next = 2 * pair + 1 < lines.rows();
+        let next = if 2 * pair + 1 < lines.rows() {
+            lines.row(2 * pair + 1)
+        } else {
+            &[]
+        };
         Self {
             lines,
             line: lines.row(2 * pair),
-            next: has_next.then(|| lines.row(2 * pair + 1)).unwrap_or_default(),
+            next,
         }
     }
 

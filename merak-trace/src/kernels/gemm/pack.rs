@@ -4,7 +4,7 @@
     reason = "an operand is turned in registers only where that is inlined into its dispatch"
 )]
 
-use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
+use super::super::{Float, MatMut, MatRef, simd::Body};
 use super::prefetch::{prefetch_along, prefetch_below};
 use super::tile::DEPTH;
 use super::{Isa, Operand};
@@ -40,24 +40,6 @@ impl Order {
     }
 }
 
-/// Strips of a left operand that are packed together, as neighbours share a cache line and a page.
-const GROUP: usize = 8;
-
-/// Packs a left operand of depth [`DEPTH`] or less, with all threads, into strips of `STRIP` rows
-/// of [`ROW`] elements. Elements past the edges are unspecified.
-pub(super) fn pack_left<T: Float, const STRIP: usize>(
-    threads: &Threads,
-    a: MatRef<'_, T>,
-    out: &mut [T],
-) {
-    let groups = out.chunks_mut(GROUP * STRIP * ROW).enumerate();
-    threads.for_each(groups, |(i, out)| {
-        let first = i * GROUP * STRIP;
-        let rows = (GROUP * STRIP).min(a.rows() - first);
-        pack_strips::<T, STRIP>(a.sub_rows(first, rows), out);
-    });
-}
-
 /// Packs a right operand, widened, into panels of `width` columns, row by row, with zeros past the
 /// edge.
 pub(super) fn pack_right<S: Isa, T: Float, W: Operand<T>>(
@@ -84,7 +66,9 @@ pub(super) fn pack_right<S: Isa, T: Float, W: Operand<T>>(
     }
 }
 
-fn pack_strips<T: Float, const STRIP: usize>(a: MatRef<'_, T>, out: &mut [T]) {
+/// Packs rows of a left operand of depth [`DEPTH`] or less into strips of `STRIP` rows of [`ROW`]
+/// elements. Elements past the edges are unspecified.
+pub(super) fn pack_left<T: Float, const STRIP: usize>(a: MatRef<'_, T>, out: &mut [T]) {
     match Order::of(&a) {
         Order::Rows => {
             let strips = out.chunks_mut(STRIP * ROW);

@@ -12,11 +12,7 @@ use pulp::{NullaryFnOnce, Simd, cast, f32x16, u32x16, x86::V4};
 
 use super::super::super::MatRef;
 use super::super::{
-    Operand,
-    halves::Halves,
-    pack::turn_square,
-    pairs::Pairs,
-    prefetch::{prefetch_along},
+    Operand, halves::Halves, pack::turn_square, pairs::Pairs, prefetch::prefetch_along,
 };
 
 /// Rows of a left operand, or columns of a right one, that are multiplied together: two tiles.
