@@ -17,9 +17,9 @@ use team::Team;
 
 /// A handle on the compute threads of one rank.
 ///
-/// Work is handed over as items that own their piece of the output. The caller chooses the borders
-/// of the items without regard to [`num_threads`](Self::num_threads), so a kernel's result has the
-/// same bits for any number of threads. One thread runs items in order on the caller.
+/// Work is handed over as items that own their piece of the output. No border of an item that
+/// depends on [`num_threads`](Self::num_threads) cuts a sum, so a kernel's result has the same bits
+/// for any number of threads. One thread runs items in order on the caller.
 ///
 /// The caller takes part. Each thread has its own run of neighbouring items, the same one in every
 /// call with the same number of items, so what it wrote lies in its cache. A thread that finishes

@@ -56,15 +56,15 @@ pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
                     threads.for_each(groups, |(cols, out)| {
                         pack_right(simd, b.sub_cols(cols.start, cols.len()), width, out);
                     });
-                    threads.for_each(shares.of(out, width), |([row, panel], mut out)| {
-                        let strips = shares.strips(strips, row);
+                    threads.for_each(shares.of(out, width), |([share, panel], mut out)| {
+                        let strips = shares.strips(strips, share);
                         let panels = (&packed[panel * panel_len..], panel_len);
                         let start = start.columns(panel * width, out.cols());
                         simd.vectorize(Body(
                             #[inline(always)]
                             || {
                                 let out = out.reborrow();
-                                share::<S, T, STRIP>(
+                                multiply_share::<S, T, STRIP>(
                                     simd, order, alpha, strips, panels, start, out,
                                 );
                             },
@@ -76,14 +76,14 @@ pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
     }
 }
 
-/// Most panels of a block: half of a second-level cache, 1 MiB with AVX-512. With AVX2 panels are
-/// half as wide and caches smaller: 256 KiB.
+/// Most panels that a share is multiplied by: half of a second-level cache, 1 MiB with AVX-512.
+/// With AVX2 panels are half as wide and caches smaller: 256 KiB.
 fn most_panels<S: Isa>() -> usize {
     S::REGISTER_COUNT / 2
 }
 
 #[inline(always)]
-fn share<S: Isa, T: Float, const STRIP: usize>(
+fn multiply_share<S: Isa, T: Float, const STRIP: usize>(
     simd: S,
     order: Order,
     alpha: T,

@@ -92,12 +92,12 @@ pub(super) fn product<A: Halves, W: Halves>(
                             out,
                         });
                     });
-                    threads.for_each(shares.of(out, WIDTH), |([row, panel], out)| {
+                    threads.for_each(shares.of(out, WIDTH), |([share, panel], out)| {
                         simd.vectorize(Share {
                             simd,
                             order,
                             alpha,
-                            strips: shares.strips(strips, row),
+                            strips: shares.strips(strips, share),
                             panels: &packed[panel * panel_len..],
                             panel_len,
                             start: start.columns(panel * WIDTH, out.cols()),

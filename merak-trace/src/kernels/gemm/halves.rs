@@ -246,6 +246,7 @@ mod tests {
             (113, 2050, 33),
             (9, 1030, 33),
             (260, 75, 300),
+            (60, 1030, 330),
         ] {
             let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
             let (at, bt) = (transposed(m, k, &a), transposed(k, n, &b));

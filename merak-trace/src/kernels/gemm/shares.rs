@@ -8,7 +8,8 @@ use std::ops::Range;
 
 use super::super::{Float, MatMut};
 
-/// Most rows of a share, so that a thread that is done early finds others to take over.
+/// Most rows of a share of several threads, so that one that is done early finds others to take
+/// over.
 const MOST_ROWS: usize = 128;
 
 /// Fewest rows of a share: for fewer, reading the packed right operand takes too long.
@@ -60,9 +61,9 @@ impl Shares {
         self.rows.div_ceil(self.height) * self.share_len()
     }
 
-    /// The packed strips from the first row of a share on.
-    pub(super) fn strips<'a, T>(&self, packed: &'a [T], first_row: usize) -> &'a [T] {
-        &packed[first_row / self.height * self.share_len()..]
+    /// The packed strips from those of a share's rows on.
+    pub(super) fn strips<'a, T>(&self, packed: &'a [T], share: usize) -> &'a [T] {
+        &packed[share * self.share_len()..]
     }
 
     /// Groups of strips, each with its rows: the unit in which a left operand is packed.
@@ -82,12 +83,12 @@ impl Shares {
 
     /// Panels of a block of columns: at most `most` for each share, and blocks of equal size.
     pub(super) fn block_panels(&self, panels: usize, most: usize) -> usize {
-        let rounds = panels.div_ceil(self.across * most.max(1)).max(1);
+        let rounds = panels.div_ceil(self.across * most).max(1);
         panels.div_ceil(rounds).max(1)
     }
 
-    /// The shares of a block of columns, in whole panels of `width` columns, with their first row
-    /// and their first panel.
+    /// The shares of a block of columns, in whole panels of `width` columns, with the number of the
+    /// share that their rows have, and their first panel.
     pub(super) fn of<T: Float>(
         self,
         block: MatMut<'_, T>,
@@ -97,13 +98,14 @@ impl Shares {
         let rows = block.row_blocks(self.height).enumerate();
         rows.flat_map(move |(i, rows)| {
             let shares = rows.col_blocks(each * width).enumerate();
-            shares.map(move |(j, out)| ([i * self.height, j * each], out))
+            shares.map(move |(j, out)| ([i, j * each], out))
         })
     }
 }
 
-/// Groups of panels of a block of columns, one for each thread, with their columns: the unit in
-/// which a right operand is packed. A panel has `width` columns and `panel_len` packed elements.
+/// Groups of panels of a block of columns, at most one for each thread, with their columns: the
+/// unit in which a right operand is packed. A panel has `width` columns and `panel_len` packed
+/// elements.
 pub(super) fn panel_groups<T>(
     cols: usize,
     num_threads: usize,
@@ -134,8 +136,8 @@ mod tests {
                 let shares = Shares::new(rows, num_threads, (STRIP, ROW));
                 let mut seen = vec![0.0_f32; rows * cols];
                 let out = MatMut::new(&mut seen, rows, cols);
-                for ([row, panel], mut out) in shares.of(out, 32) {
-                    assert!(row % shares.height == 0 && panel * 32 < cols);
+                for ([share, panel], mut out) in shares.of(out, 32) {
+                    assert!(share * shares.height < rows && panel * 32 < cols);
                     for i in 0..out.rows() {
                         out.row_mut(i).iter_mut().for_each(|x| *x += 1.0);
                     }
@@ -159,8 +161,8 @@ mod tests {
                         out.fill(row);
                     }
                 }
-                for first in (0..rows).step_by(shares.height) {
-                    let strips = shares.strips(&packed, first).chunks_exact(ROW);
+                for (share, first) in (0..rows).step_by(shares.height).enumerate() {
+                    let strips = shares.strips(&packed, share).chunks_exact(ROW);
                     let expected = first..rows.min(first + shares.height);
                     for (row, held) in expected.zip(strips) {
                         assert_eq!(held, [row; ROW], "{rows} rows on {num_threads} threads");
