@@ -12,7 +12,7 @@ use super::super::{Float, MatMut};
 /// over.
 const MOST_ROWS: usize = 128;
 
-/// Fewest rows of a share: for fewer, reading the packed right operand takes too long.
+/// Fewest rows of each thread: with fewer, all threads would read each panel for a strip or two.
 const LEAST_ROWS: usize = 28;
 
 /// Strips of a left operand that are packed together, as neighbours share a cache line and a page.
