@@ -2,7 +2,7 @@
 
 use crate::{
     Op, TensorType,
-    op::{Attention, AttentionOptions, WeightLayout},
+    op::{Attention, AttentionOptions, AxisSlice, RelativeBuckets, Rope, WeightLayout},
     placement::Shard,
 };
 use merak_mpu::DType;
@@ -18,232 +18,70 @@ type Types = Result<Vec<TensorType>, Reason>;
 )]
 pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
     match op {
-        Op::Positions { len, .. } => {
-            operands::<0>(inputs)?;
-            Ok(vec![TensorType::new([*len], DType::I64)])
-        }
-        Op::SeenPositions { .. } | Op::DocumentPositions { .. } => {
-            let [ids] = operands(inputs)?;
-            is_ids(ids)?;
-            has_ndim(ids, 2)?;
-            Ok(vec![ids.clone()])
-        }
-        Op::RelativeBuckets(spec) => {
-            operands::<0>(inputs)?;
-            ensure(spec.is_valid(), || {
-                format!(
-                    "{} buckets cannot tell distances up to {} apart",
-                    spec.buckets, spec.max_distance
-                )
-            })?;
-            Ok(vec![TensorType::new([spec.q_len, spec.k_len], DType::I64)])
-        }
-        Op::Zeros { shape, dtype } => {
-            operands::<0>(inputs)?;
-            Ok(vec![TensorType::new(shape.clone(), *dtype)])
-        }
+        Op::Positions { len, .. } => source(TensorType::new([*len], DType::I64), inputs),
+        Op::Zeros { shape, dtype } => source(TensorType::new(shape.clone(), *dtype), inputs),
+        Op::RelativeBuckets(spec) => relative_buckets(spec, inputs),
+        Op::SeenPositions { .. } | Op::DocumentPositions { .. } => seen(operands(inputs)?),
         Op::Linear { layout, bias } => linear(*layout, *bias, inputs),
-        Op::LinearGradInput { layout } => {
-            let [dy, w] = operands(inputs)?;
-            can_multiply(dy, w)?;
-            matches_dim(dy.last_dim(), w, layout.out_dim())?;
-            Ok(vec![dy.with_dim(dy.ndim() - 1, w.shape[layout.in_dim()])])
-        }
-        Op::LinearGradWeight { layout } => {
-            let [x, dy] = operands(inputs)?;
-            has_dim(x, 0)?;
-            has_dim(dy, 0)?;
-            ensure(x.rows() == dy.rows() && x.dtype == dy.dtype, || {
-                format!("{x} and {dy} have different rows or element types")
-            })?;
-            let mut shape = vec![0; 2];
-            shape[layout.in_dim()] = x.last_dim();
-            shape[layout.out_dim()] = dy.last_dim();
-            Ok(vec![x.with_shape(shape)])
-        }
+        Op::LinearGradInput { layout } => linear_grad_input(*layout, operands(inputs)?),
+        Op::LinearGradWeight { layout } => linear_grad_weight(*layout, operands(inputs)?),
         Op::MatMul {
             transpose_a,
             transpose_b,
-        } => matmul(*transpose_a, *transpose_b, inputs),
-        Op::Embedding { padding, slice } => {
-            let [ids, table] = operands(inputs)?;
-            is_ids(ids)?;
-            has_ndim(table, 2)?;
-            is_row(*padding, slice.map_or(table.shape[0], |slice| slice.full))?;
-            let mut shape = ids.shape.clone();
-            shape.push(table.shape[1]);
-            Ok(vec![table.with_shape(shape)])
-        }
+        } => matmul(*transpose_a, *transpose_b, operands(inputs)?),
+        Op::Embedding { padding, slice } => embedding(*padding, *slice, operands(inputs)?),
         Op::EmbeddingGrad {
             rows,
             padding,
             slice,
-        } => {
-            let [ids, dy] = operands(inputs)?;
-            is_ids(ids)?;
-            is_row(*padding, slice.map_or(*rows, |slice| slice.full))?;
-            has_dim(dy, 0)?;
-            ensure(ids.shape[..] == dy.shape[..dy.ndim() - 1], || {
-                format!("ids {ids} do not index {dy}")
-            })?;
-            Ok(vec![dy.with_shape([*rows, dy.last_dim()])])
-        }
-        Op::LayerNorm { .. } => {
-            let [x, w, b] = operands(inputs)?;
-            is_float(x)?;
-            is_vector_for(w, x)?;
-            is_vector_for(b, x)?;
-            Ok(vec![x.clone(), rows_of(x), rows_of(x)])
-        }
+        } => embedding_grad(*rows, *padding, *slice, operands(inputs)?),
+        Op::LayerNorm { .. } => layer_norm(operands(inputs)?),
         Op::LayerNormGradInput => {
             let [dy, x, w, _, _] = operands(inputs)?;
-            same(dy, x)?;
-            is_vector_for(w, x)?;
-            Ok(vec![x.clone()])
+            norm_grad_input([dy, x, w])
         }
         Op::LayerNormGradParams => {
             let [dy, x, _, _] = operands(inputs)?;
-            same(dy, x)?;
-            Ok(vec![x.with_shape([x.last_dim()]); 2])
+            norm_grad_params([dy, x], 2)
         }
-        Op::RmsNorm { .. } => {
-            let [x, w] = operands(inputs)?;
-            is_float(x)?;
-            is_vector_for(w, x)?;
-            Ok(vec![x.clone(), rows_of(x)])
-        }
+        Op::RmsNorm { .. } => rms_norm(operands(inputs)?),
         Op::RmsNormGradInput => {
             let [dy, x, w, _] = operands(inputs)?;
-            same(dy, x)?;
-            is_vector_for(w, x)?;
-            Ok(vec![x.clone()])
+            norm_grad_input([dy, x, w])
         }
         Op::RmsNormGradParams => {
             let [dy, x, _] = operands(inputs)?;
-            same(dy, x)?;
-            Ok(vec![x.with_shape([x.last_dim()])])
+            norm_grad_params([dy, x], 1)
         }
         Op::Attention(spec) => {
             attention_options(spec, inputs, [0, 1], 3)?;
             attention(spec, operands(&inputs[..inputs.len().min(3)])?)
         }
-        Op::AttentionGrad(spec) => {
-            let table = attention_options(spec, inputs, [1, 2], 6)?;
-            let [dout, q, k, v, _, _] = operands(&inputs[..inputs.len().min(6)])?;
-            attention(spec, [q, k, v])?;
-            same(dout, q)?;
-            Ok([q, k, v].into_iter().chain(table).cloned().collect())
-        }
-        Op::JoinAttention => {
-            let [out, lse, other, of_other] = operands(inputs)?;
-            same(out, other)?;
-            same(lse, of_other)?;
-            ensure(out.ndim() == 3 && lse.ndim() == 3, || {
-                format!("{out} and {lse} are no results of an attention")
-            })?;
-            Ok(vec![out.clone(), lse.clone()])
-        }
-        Op::Rope(rope) => {
-            let [x, positions] = operands(inputs)?;
-            has_ndim(x, 3)?;
-            ensure(x.last_dim().is_multiple_of(rope.head_dim), || {
-                format!("{x} does not consist of heads of {}", rope.head_dim)
-            })?;
-            ensure(2 * rope.inv_freq.len() <= rope.head_dim, || {
-                format!(
-                    "{} rotated pairs do not fit a head of {}",
-                    rope.inv_freq.len(),
-                    rope.head_dim
-                )
-            })?;
-            ensure(
-                x.shape[..2].ends_with(&positions.shape)
-                    && !positions.shape.is_empty()
-                    && positions.dtype == DType::I64,
-                || format!("positions {positions} do not number the sequence of {x}"),
-            )?;
-            Ok(vec![x.clone()])
-        }
+        Op::AttentionGrad(spec) => attention_grad(spec, inputs),
+        Op::JoinAttention => join_attention(operands(inputs)?),
+        Op::Rope(rope) => rotated(rope, operands(inputs)?),
         Op::Activation(_) | Op::Softmax | Op::InverseRoot | Op::Scale { .. } => {
-            let [x] = operands(inputs)?;
-            is_float(x)?;
-            Ok(vec![x.clone()])
+            float_map(operands(inputs)?)
         }
-        Op::Dropout(_) => {
-            let [x] = operands(inputs)?;
-            is_float(x)?;
-            // It numbers the samples.
-            has_dim(x, 0)?;
-            Ok(vec![x.clone()])
-        }
+        Op::Dropout(_) => dropout(operands(inputs)?),
         Op::Identity | Op::ShareGrad { .. } | Op::CopyTo { .. } | Op::AllReduce { .. } => {
             let [x] = operands(inputs)?;
             Ok(vec![x.clone()])
         }
-        Op::ActivationGrad(_) | Op::SoftmaxGrad | Op::SiluMul => {
-            let [x, dy] = operands(inputs)?;
-            is_float(x)?;
-            same(x, dy)?;
-            Ok(vec![x.clone()])
-        }
-        Op::SiluMulGrad => {
-            let [gate, up, dy] = operands(inputs)?;
-            same(gate, up)?;
-            same(gate, dy)?;
-            Ok(vec![gate.clone(); 2])
-        }
-        Op::CrossEntropy { .. } => {
-            let [logits, labels] = operands(inputs)?;
-            labels_fit(logits, labels)?;
-            Ok(vec![TensorType::scalar(DType::F64), rows_of(logits)])
-        }
-        Op::CrossEntropyGrad { .. } => {
-            let [logits, labels, _, dloss] = operands(inputs)?;
-            labels_fit(logits, labels)?;
-            is_f64_scalar(dloss)?;
-            Ok(vec![logits.clone()])
-        }
-        Op::VocabMax { .. } => {
-            let [logits] = operands(inputs)?;
-            is_float(logits)?;
-            Ok(vec![rows_of(logits)])
-        }
+        Op::ActivationGrad(_) | Op::SoftmaxGrad | Op::SiluMul => float_pair(operands(inputs)?),
+        Op::SiluMulGrad => silu_mul_grad(operands(inputs)?),
+        Op::CrossEntropy { .. } => cross_entropy(operands(inputs)?),
+        Op::CrossEntropyGrad { .. } => cross_entropy_grad(operands(inputs)?),
+        Op::VocabMax { .. } => vocab_max(operands(inputs)?),
         Op::VocabSums {
             label_smoothing, ..
-        } => {
-            let [logits, labels, max] = operands(inputs)?;
-            labels_fit(logits, labels)?;
-            same(&rows_of(logits), max)?;
-            Ok(vec![vocab_sums(logits, *label_smoothing)])
-        }
+        } => vocab_sums(*label_smoothing, operands(inputs)?),
         Op::VocabLoss {
             label_smoothing, ..
-        } => {
-            let [logits, labels, max, sums] = operands(inputs)?;
-            labels_fit(logits, labels)?;
-            same(&rows_of(logits), max)?;
-            same(&vocab_sums(logits, *label_smoothing), sums)?;
-            Ok(vec![TensorType::scalar(DType::F64), rows_of(logits)])
-        }
-        Op::Add | Op::Mul => {
-            let [a, b] = operands(inputs)?;
-            ensure(a.dtype == b.dtype && a.shape.ends_with(&b.shape), || {
-                format!("{b} does not repeat over {a}")
-            })?;
-            Ok(vec![a.clone()])
-        }
-        Op::SumLeading { shape } => {
-            let [x] = operands(inputs)?;
-            ensure(x.shape.ends_with(shape), || {
-                format!("{shape:?} are not the last dimensions of {x}")
-            })?;
-            Ok(vec![x.with_shape(shape.clone())])
-        }
-        Op::SumAll => {
-            let [x] = operands(inputs)?;
-            is_float(x)?;
-            Ok(vec![TensorType::scalar(DType::F64)])
-        }
+        } => vocab_loss(*label_smoothing, operands(inputs)?),
+        Op::Add | Op::Mul => repeated(operands(inputs)?),
+        Op::SumLeading { shape } => sum_leading(shape, operands(inputs)?),
+        Op::SumAll => sum_all(operands(inputs)?),
         Op::SumAllGrad => {
             let [x, dy] = operands(inputs)?;
             is_f64_scalar(dy)?;
@@ -253,50 +91,255 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             let [x] = operands(inputs)?;
             Ok(vec![TensorType::new(x.shape.clone(), *dtype)])
         }
-        Op::Reshape { shape } => {
-            let [x] = operands(inputs)?;
-            ensure(x.numel() == shape.iter().product::<usize>(), || {
-                format!("{x} has not as many elements as {shape:?}")
-            })?;
-            Ok(vec![x.with_shape(shape.clone())])
-        }
-        Op::Transpose { perm } => {
-            let [x] = operands(inputs)?;
-            let mut sorted = perm.clone();
-            sorted.sort_unstable();
-            ensure(sorted.iter().copied().eq(0..x.ndim()), || {
-                format!("{perm:?} does not order the dimensions of {x}")
-            })?;
-            Ok(vec![x.with_shape(
-                perm.iter().map(|&d| x.shape[d]).collect::<Vec<_>>(),
-            )])
-        }
-        Op::Split { dim, sizes } => {
-            let [x] = operands(inputs)?;
-            has_dim(x, *dim)?;
-            ensure(x.shape[*dim] == sizes.iter().sum::<usize>(), || {
-                format!("pieces {sizes:?} do not make up dimension {dim} of {x}")
-            })?;
-            Ok(sizes.iter().map(|&size| x.with_dim(*dim, size)).collect())
-        }
+        Op::Reshape { shape } => reshape(shape, operands(inputs)?),
+        Op::Transpose { perm } => transpose(perm, operands(inputs)?),
+        Op::Split { dim, sizes } => split(*dim, sizes, operands(inputs)?),
         Op::Concat { dim } => concat(*dim, inputs),
-        Op::AllGather { shard, .. } => {
-            let [x] = operands(inputs)?;
-            divides(x, shard, |local, full| local != 0 && local <= full)?;
-            Ok(vec![x.with_dim(shard.dim, shard.parts.iter().sum())])
-        }
-        Op::Scatter { local, shard, .. } => {
-            let [x] = operands(inputs)?;
-            divides(x, shard, |whole, full| whole == full)?;
-            Ok(vec![x.with_dim(shard.dim, *local)])
-        }
-        Op::ReduceScatter { local, shard, .. } => {
-            let [x] = operands(inputs)?;
-            divides(x, shard, |whole, full| whole == full)?;
-            Ok(vec![x.with_dim(shard.dim, *local)])
+        Op::AllGather { shard, .. } => all_gather(shard, operands(inputs)?),
+        Op::Scatter { local, shard, .. } | Op::ReduceScatter { local, shard, .. } => {
+            scatter(*local, shard, operands(inputs)?)
         }
         Op::AllToAll { from, to, .. } => all_to_all(from, to, operands(inputs)?),
     }
+}
+
+/// What a node without operands makes.
+fn source(result: TensorType, inputs: &[TensorType]) -> Types {
+    operands::<0>(inputs)?;
+    Ok(vec![result])
+}
+
+fn relative_buckets(spec: &RelativeBuckets, inputs: &[TensorType]) -> Types {
+    operands::<0>(inputs)?;
+    ensure(spec.is_valid(), || {
+        format!(
+            "{} buckets cannot tell distances up to {} apart",
+            spec.buckets, spec.max_distance
+        )
+    })?;
+    Ok(vec![TensorType::new([spec.q_len, spec.k_len], DType::I64)])
+}
+
+fn seen([ids]: [&TensorType; 1]) -> Types {
+    is_ids(ids)?;
+    has_ndim(ids, 2)?;
+    Ok(vec![ids.clone()])
+}
+
+fn linear_grad_input(layout: WeightLayout, [dy, w]: [&TensorType; 2]) -> Types {
+    can_multiply(dy, w)?;
+    matches_dim(dy.last_dim(), w, layout.out_dim())?;
+    Ok(vec![dy.with_dim(dy.ndim() - 1, w.shape[layout.in_dim()])])
+}
+
+fn linear_grad_weight(layout: WeightLayout, [x, dy]: [&TensorType; 2]) -> Types {
+    has_dim(x, 0)?;
+    has_dim(dy, 0)?;
+    ensure(x.rows() == dy.rows() && x.dtype == dy.dtype, || {
+        format!("{x} and {dy} have different rows or element types")
+    })?;
+    let mut shape = vec![0; 2];
+    shape[layout.in_dim()] = x.last_dim();
+    shape[layout.out_dim()] = dy.last_dim();
+    Ok(vec![x.with_shape(shape)])
+}
+
+fn embedding(
+    padding: Option<usize>,
+    slice: Option<AxisSlice>,
+    [ids, table]: [&TensorType; 2],
+) -> Types {
+    is_ids(ids)?;
+    has_ndim(table, 2)?;
+    is_row(padding, slice.map_or(table.shape[0], |slice| slice.full))?;
+    let mut shape = ids.shape.clone();
+    shape.push(table.shape[1]);
+    Ok(vec![table.with_shape(shape)])
+}
+
+fn embedding_grad(
+    rows: usize,
+    padding: Option<usize>,
+    slice: Option<AxisSlice>,
+    [ids, dy]: [&TensorType; 2],
+) -> Types {
+    is_ids(ids)?;
+    is_row(padding, slice.map_or(rows, |slice| slice.full))?;
+    has_dim(dy, 0)?;
+    ensure(ids.shape[..] == dy.shape[..dy.ndim() - 1], || {
+        format!("ids {ids} do not index {dy}")
+    })?;
+    Ok(vec![dy.with_shape([rows, dy.last_dim()])])
+}
+
+fn layer_norm([x, w, b]: [&TensorType; 3]) -> Types {
+    is_float(x)?;
+    is_vector_for(w, x)?;
+    is_vector_for(b, x)?;
+    Ok(vec![x.clone(), rows_of(x), rows_of(x)])
+}
+
+fn rms_norm([x, w]: [&TensorType; 2]) -> Types {
+    is_float(x)?;
+    is_vector_for(w, x)?;
+    Ok(vec![x.clone(), rows_of(x)])
+}
+
+fn norm_grad_input([dy, x, w]: [&TensorType; 3]) -> Types {
+    same(dy, x)?;
+    is_vector_for(w, x)?;
+    Ok(vec![x.clone()])
+}
+
+/// The gradients of a norm's vectors.
+fn norm_grad_params([dy, x]: [&TensorType; 2], num_vectors: usize) -> Types {
+    same(dy, x)?;
+    Ok(vec![x.with_shape([x.last_dim()]); num_vectors])
+}
+
+fn attention_grad(spec: &Attention, inputs: &[TensorType]) -> Types {
+    let table = attention_options(spec, inputs, [1, 2], 6)?;
+    let [dout, q, k, v, _, _] = operands(&inputs[..inputs.len().min(6)])?;
+    attention(spec, [q, k, v])?;
+    same(dout, q)?;
+    Ok([q, k, v].into_iter().chain(table).cloned().collect())
+}
+
+fn join_attention([out, lse, other, of_other]: [&TensorType; 4]) -> Types {
+    same(out, other)?;
+    same(lse, of_other)?;
+    ensure(out.ndim() == 3 && lse.ndim() == 3, || {
+        format!("{out} and {lse} are no results of an attention")
+    })?;
+    Ok(vec![out.clone(), lse.clone()])
+}
+
+fn rotated(rope: &Rope, [x, positions]: [&TensorType; 2]) -> Types {
+    has_ndim(x, 3)?;
+    ensure(x.last_dim().is_multiple_of(rope.head_dim), || {
+        format!("{x} does not consist of heads of {}", rope.head_dim)
+    })?;
+    ensure(2 * rope.inv_freq.len() <= rope.head_dim, || {
+        format!(
+            "{} rotated pairs do not fit a head of {}",
+            rope.inv_freq.len(),
+            rope.head_dim
+        )
+    })?;
+    ensure(
+        x.shape[..2].ends_with(&positions.shape)
+            && !positions.shape.is_empty()
+            && positions.dtype == DType::I64,
+        || format!("positions {positions} do not number the sequence of {x}"),
+    )?;
+    Ok(vec![x.clone()])
+}
+
+fn float_map([x]: [&TensorType; 1]) -> Types {
+    is_float(x)?;
+    Ok(vec![x.clone()])
+}
+
+fn dropout([x]: [&TensorType; 1]) -> Types {
+    is_float(x)?;
+    // It numbers the samples.
+    has_dim(x, 0)?;
+    Ok(vec![x.clone()])
+}
+
+fn float_pair([x, dy]: [&TensorType; 2]) -> Types {
+    is_float(x)?;
+    same(x, dy)?;
+    Ok(vec![x.clone()])
+}
+
+fn silu_mul_grad([gate, up, dy]: [&TensorType; 3]) -> Types {
+    same(gate, up)?;
+    same(gate, dy)?;
+    Ok(vec![gate.clone(); 2])
+}
+
+fn cross_entropy([logits, labels]: [&TensorType; 2]) -> Types {
+    labels_fit(logits, labels)?;
+    Ok(vec![TensorType::scalar(DType::F64), rows_of(logits)])
+}
+
+fn cross_entropy_grad([logits, labels, _, dloss]: [&TensorType; 4]) -> Types {
+    labels_fit(logits, labels)?;
+    is_f64_scalar(dloss)?;
+    Ok(vec![logits.clone()])
+}
+
+fn vocab_max([logits]: [&TensorType; 1]) -> Types {
+    is_float(logits)?;
+    Ok(vec![rows_of(logits)])
+}
+
+fn vocab_sums(label_smoothing: f64, [logits, labels, max]: [&TensorType; 3]) -> Types {
+    labels_fit(logits, labels)?;
+    same(&rows_of(logits), max)?;
+    Ok(vec![sums_of(logits, label_smoothing)])
+}
+
+fn vocab_loss(label_smoothing: f64, [logits, labels, max, sums]: [&TensorType; 4]) -> Types {
+    labels_fit(logits, labels)?;
+    same(&rows_of(logits), max)?;
+    same(&sums_of(logits, label_smoothing), sums)?;
+    Ok(vec![TensorType::scalar(DType::F64), rows_of(logits)])
+}
+
+fn repeated([a, b]: [&TensorType; 2]) -> Types {
+    ensure(a.dtype == b.dtype && a.shape.ends_with(&b.shape), || {
+        format!("{b} does not repeat over {a}")
+    })?;
+    Ok(vec![a.clone()])
+}
+
+fn sum_leading(shape: &[usize], [x]: [&TensorType; 1]) -> Types {
+    ensure(x.shape.ends_with(shape), || {
+        format!("{shape:?} are not the last dimensions of {x}")
+    })?;
+    Ok(vec![x.with_shape(shape)])
+}
+
+fn sum_all([x]: [&TensorType; 1]) -> Types {
+    is_float(x)?;
+    Ok(vec![TensorType::scalar(DType::F64)])
+}
+
+fn reshape(shape: &[usize], [x]: [&TensorType; 1]) -> Types {
+    ensure(x.numel() == shape.iter().product::<usize>(), || {
+        format!("{x} has not as many elements as {shape:?}")
+    })?;
+    Ok(vec![x.with_shape(shape)])
+}
+
+fn transpose(perm: &[usize], [x]: [&TensorType; 1]) -> Types {
+    let mut sorted = perm.to_vec();
+    sorted.sort_unstable();
+    ensure(sorted.iter().copied().eq(0..x.ndim()), || {
+        format!("{perm:?} does not order the dimensions of {x}")
+    })?;
+    let shape: Vec<_> = perm.iter().map(|&d| x.shape[d]).collect();
+    Ok(vec![x.with_shape(shape)])
+}
+
+fn split(dim: usize, sizes: &[usize], [x]: [&TensorType; 1]) -> Types {
+    has_dim(x, dim)?;
+    ensure(x.shape[dim] == sizes.iter().sum::<usize>(), || {
+        format!("pieces {sizes:?} do not make up dimension {dim} of {x}")
+    })?;
+    Ok(sizes.iter().map(|&size| x.with_dim(dim, size)).collect())
+}
+
+fn all_gather(shard: &Shard, [x]: [&TensorType; 1]) -> Types {
+    divides(x, shard, |local, full| local != 0 && local <= full)?;
+    Ok(vec![x.with_dim(shard.dim, shard.parts.iter().sum())])
+}
+
+fn scatter(local: usize, shard: &Shard, [x]: [&TensorType; 1]) -> Types {
+    divides(x, shard, |whole, full| whole == full)?;
+    Ok(vec![x.with_dim(shard.dim, local)])
 }
 
 fn all_to_all(from: &Shard, to: &Shard, [x]: [&TensorType; 1]) -> Types {
@@ -331,8 +374,7 @@ fn linear(layout: WeightLayout, bias: bool, inputs: &[TensorType]) -> Types {
     Ok(vec![x.with_dim(x.ndim() - 1, w.shape[layout.out_dim()])])
 }
 
-fn matmul(transpose_a: bool, transpose_b: bool, inputs: &[TensorType]) -> Types {
-    let [a, b] = operands(inputs)?;
+fn matmul(transpose_a: bool, transpose_b: bool, [a, b]: [&TensorType; 2]) -> Types {
     let n = a.ndim();
     ensure(n >= 2 && b.ndim() == n && a.dtype == b.dtype, || {
         format!("{a} cannot be multiplied by {b}")
@@ -544,7 +586,7 @@ fn rows_of(x: &TensorType) -> TensorType {
 }
 
 /// What the classes of one rank add to the loss of each row of logits.
-fn vocab_sums(logits: &TensorType, label_smoothing: f64) -> TensorType {
+fn sums_of(logits: &TensorType, label_smoothing: f64) -> TensorType {
     let sums = if label_smoothing == 0.0 { 2 } else { 3 };
     TensorType::new([logits.rows(), sums], stat_dtype(logits))
 }

@@ -3,8 +3,10 @@
 use super::{Contributions, Tape};
 use crate::{
     Error, Node, Op, Result, ValueId,
-    op::{AttentionOptions, AxisSlice, JoinedGrad, Reduction, Rope},
+    op::{Attention, AttentionOptions, AxisSlice, JoinedGrad, Reduction, Rope, WeightLayout},
+    placement::Shard,
 };
+use merak_mpu::Axis;
 
 /// Adds the nodes that compute the gradients of the operands of `node` that need one.
 pub(super) fn gradient(
@@ -46,20 +48,7 @@ impl Rule<'_, '_> {
         let x = |i: usize| self.node.inputs[i];
         let y = |i: usize| self.node.outputs[i];
         match &self.node.op {
-            Op::Linear { layout, bias } => {
-                let mut out = self.one(0, Op::LinearGradInput { layout: *layout }, &[dy, x(1)])?;
-                out.extend(self.one(1, Op::LinearGradWeight { layout: *layout }, &[x(0), dy])?);
-                if *bias {
-                    out.extend(self.one(
-                        2,
-                        Op::SumLeading {
-                            shape: self.shape(x(2)),
-                        },
-                        &[dy],
-                    )?);
-                }
-                Ok(out)
-            }
+            Op::Linear { layout, bias } => self.linear(*layout, *bias, dy),
             Op::MatMul {
                 transpose_a,
                 transpose_b,
@@ -72,29 +61,13 @@ impl Rule<'_, '_> {
                 };
                 self.one(1, op, &[x(0), dy])
             }
-            Op::LayerNorm { .. } => {
-                let mut out = self.one(0, Op::LayerNormGradInput, &[dy, x(0), x(1), y(1), y(2)])?;
-                out.extend(self.several(
-                    &[1, 2],
-                    Op::LayerNormGradParams,
-                    &[dy, x(0), y(1), y(2)],
-                )?);
-                Ok(out)
-            }
+            Op::LayerNorm { .. } => self.layer_norm(dy),
             Op::RmsNorm { .. } => {
                 let mut out = self.one(0, Op::RmsNormGradInput, &[dy, x(0), x(1), y(1)])?;
                 out.extend(self.one(1, Op::RmsNormGradParams, &[dy, x(0), y(1)])?);
                 Ok(out)
             }
-            Op::Attention(spec) => {
-                let op = Op::AttentionGrad(spec.clone());
-                let options = &self.node.inputs[3..];
-                let types = self.node.inputs.iter().map(|&x| self.tape.graph.ty(x));
-                let table = AttentionOptions::find(types, 3).table;
-                let operands: Vec<_> = (0..3).chain(table).collect();
-                let inputs = [&[dy, x(0), x(1), x(2), y(0), y(1)], options].concat();
-                self.several(&operands, op, &inputs)
-            }
+            Op::Attention(spec) => self.attention(spec, dy),
             Op::Rope(rope) => {
                 let op = Op::Rope(Rope {
                     inverse: !rope.inverse,
@@ -137,57 +110,26 @@ impl Rule<'_, '_> {
                 };
                 self.one(0, op, &[dy])
             }
-            Op::Scatter { axis, shard, .. } => self.one(
-                0,
-                Op::AllGather {
-                    axis: *axis,
-                    shard: shard.clone(),
-                    grad: JoinedGrad::Whole,
-                },
-                &[dy],
-            ),
-            Op::ReduceScatter { axis, shard, .. } => self.one(
-                0,
-                Op::AllGather {
-                    axis: *axis,
-                    shard: shard.clone(),
-                    grad: JoinedGrad::Summand,
-                },
-                &[dy],
-            ),
-            Op::AllToAll { axis, from, to } => self.one(
-                0,
-                Op::AllToAll {
-                    axis: *axis,
-                    from: to.clone(),
-                    to: from.clone(),
-                },
-                &[dy],
-            ),
-            Op::SumLeading { .. } => {
-                let ty = self.tape.graph.ty(x(0)).clone();
-                let zeros = self.tape.emit(
-                    &self.node.scope,
-                    Op::Zeros {
-                        shape: ty.shape,
-                        dtype: ty.dtype,
-                    },
-                    vec![],
-                )?[0];
-                self.one(0, Op::Add, &[zeros, dy])
+            Op::Scatter { axis, shard, .. } => {
+                self.join(*axis, shard.clone(), JoinedGrad::Whole, dy)
             }
+            Op::ReduceScatter { axis, shard, .. } => {
+                self.join(*axis, shard.clone(), JoinedGrad::Summand, dy)
+            }
+            Op::AllToAll { axis, from, to } => {
+                let (axis, from, to) = (*axis, to.clone(), from.clone());
+                self.one(0, Op::AllToAll { axis, from, to }, &[dy])
+            }
+            Op::SumLeading { .. } => self.repeat(dy),
             Op::SumAll => self.one(0, Op::SumAllGrad, &[x(0), dy]),
             Op::Cast { .. } => {
                 let dtype = self.tape.graph.ty(x(0)).dtype;
                 self.one(0, Op::Cast { dtype }, &[dy])
             }
-            Op::Reshape { .. } => self.one(
-                0,
-                Op::Reshape {
-                    shape: self.shape(x(0)),
-                },
-                &[dy],
-            ),
+            Op::Reshape { .. } => {
+                let shape = self.shape(x(0));
+                self.one(0, Op::Reshape { shape }, &[dy])
+            }
             Op::Transpose { perm } => {
                 let mut inverse = vec![0; perm.len()];
                 perm.iter()
@@ -195,16 +137,7 @@ impl Rule<'_, '_> {
                     .for_each(|(to, &from)| inverse[from] = to);
                 self.one(0, Op::Transpose { perm: inverse }, &[dy])
             }
-            Op::Concat { dim } => {
-                let sizes = self
-                    .node
-                    .inputs
-                    .iter()
-                    .map(|&piece| self.shape(piece)[*dim])
-                    .collect();
-                let operands: Vec<_> = (0..self.node.inputs.len()).collect();
-                self.several(&operands, Op::Split { dim: *dim, sizes }, &[dy])
-            }
+            Op::Concat { dim } => self.pieces(*dim, dy),
             Op::Positions { .. }
             | Op::SeenPositions { .. }
             | Op::DocumentPositions { .. }
@@ -233,6 +166,67 @@ impl Rule<'_, '_> {
                 result: 0,
             }),
         }
+    }
+
+    fn linear(
+        &mut self,
+        layout: WeightLayout,
+        has_bias: bool,
+        dy: ValueId,
+    ) -> Result<Contributions> {
+        let (x, w) = (self.node.inputs[0], self.node.inputs[1]);
+        let mut out = self.one(0, Op::LinearGradInput { layout }, &[dy, w])?;
+        out.extend(self.one(1, Op::LinearGradWeight { layout }, &[x, dy])?);
+        if has_bias {
+            let shape = self.shape(self.node.inputs[2]);
+            out.extend(self.one(2, Op::SumLeading { shape }, &[dy])?);
+        }
+        Ok(out)
+    }
+
+    fn layer_norm(&mut self, dy: ValueId) -> Result<Contributions> {
+        let (x, w) = (self.node.inputs[0], self.node.inputs[1]);
+        let (mean, rstd) = (self.node.outputs[1], self.node.outputs[2]);
+        let mut out = self.one(0, Op::LayerNormGradInput, &[dy, x, w, mean, rstd])?;
+        out.extend(self.several(&[1, 2], Op::LayerNormGradParams, &[dy, x, mean, rstd])?);
+        Ok(out)
+    }
+
+    fn attention(&mut self, spec: &Attention, dy: ValueId) -> Result<Contributions> {
+        let (qkv, options) = self.node.inputs.split_at(3);
+        let types = self.node.inputs.iter().map(|&x| self.tape.graph.ty(x));
+        let table = AttentionOptions::find(types, 3).table;
+        let operands: Vec<_> = (0..3).chain(table).collect();
+        let inputs = [&[dy], qkv, &self.node.outputs[..2], options].concat();
+        self.several(&operands, Op::AttentionGrad(spec.clone()), &inputs)
+    }
+
+    /// The gradient of what was cut of an operand, joined again.
+    fn join(
+        &mut self,
+        axis: Axis,
+        shard: Shard,
+        grad: JoinedGrad,
+        dy: ValueId,
+    ) -> Result<Contributions> {
+        self.one(0, Op::AllGather { axis, shard, grad }, &[dy])
+    }
+
+    /// The gradient of a sum over leading dimensions.
+    fn repeat(&mut self, dy: ValueId) -> Result<Contributions> {
+        let ty = self.tape.graph.ty(self.node.inputs[0]).clone();
+        let (shape, dtype) = (ty.shape, ty.dtype);
+        let zeros = Op::Zeros { shape, dtype };
+        let zeros = self.tape.emit(&self.node.scope, zeros, vec![])?[0];
+        self.one(0, Op::Add, &[zeros, dy])
+    }
+
+    /// The gradients of the operands that were joined.
+    fn pieces(&mut self, dim: usize, dy: ValueId) -> Result<Contributions> {
+        let inputs = self.node.inputs.iter();
+        let sizes: Vec<_> = inputs.map(|&piece| self.shape(piece)[dim]).collect();
+        let operands: Vec<_> = (0..sizes.len()).collect();
+        self.several(&operands, Op::Split { dim, sizes }, &[dy])
     }
 
     /// The gradient of a loss of logits that are cut as `slice` says.
