@@ -145,6 +145,7 @@ pub use launch::{
 };
 pub use member::{Engine, Failure, Locality, Member};
 pub use mpu::{EMBEDDING, Mpu};
+pub use pages::zeroed;
 pub use rank::{Rank, Wait};
 pub use run::{RunError, run_members};
 pub use sides::{Sides, in_words};

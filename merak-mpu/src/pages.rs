@@ -8,7 +8,7 @@ const LEAST_BYTES: usize = 4 << 20;
 
 /// Zeroed elements. The first touch of each page costs a fault, and of large pages there are few:
 /// a buffer that is new in every operation then costs a third.
-pub(crate) fn zeroed<T: Element>(len: usize) -> Vec<T> {
+pub fn zeroed<T: Element>(len: usize) -> Vec<T> {
     let mut elements = bytemuck::zeroed_vec::<T>(len);
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut elements);
     if bytes.len() >= LEAST_BYTES {

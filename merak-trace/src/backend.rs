@@ -287,6 +287,15 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// When a device has no room for it, or the tensor library no such element type.
     fn grad_buffer(&self, dtype: DType, len: usize) -> Result<Box<dyn Buffer>>;
 
+    /// Makes a zeroed `f32` buffer for the gradients of a bucket, one of several that come and go:
+    /// its memory may serve the next one.
+    ///
+    /// # Errors
+    /// As [`Backend::grad_buffer`].
+    fn bucket_buffer(&self, len: usize) -> Result<Box<dyn Buffer>> {
+        self.grad_buffer(DType::F32, len)
+    }
+
     /// Copies parts of a flat `f32` buffer, end to end, into a buffer of its own where the values
     /// lie. Elements are rounded to the nearest of the type, which has 16 bits or is `f32`.
     ///
@@ -297,6 +306,21 @@ pub trait Backend: fmt::Debug + Send + Sync {
         from: &dyn Buffer,
         parts: &[Range<usize>],
         dtype: DType,
+    ) -> Result<Box<dyn Buffer>>;
+
+    /// Makes a buffer in which `len` elements are gathered, where the values lie. Those from number
+    /// `at` on are a part of a flat `f32` buffer, converted as in [`Backend::copy_parts`]; the
+    /// others are not specified.
+    ///
+    /// # Errors
+    /// As [`Backend::copy_parts`]; when the part ends behind the buffer.
+    fn gather_buffer(
+        &self,
+        from: &dyn Buffer,
+        part: Range<usize>,
+        dtype: DType,
+        at: usize,
+        len: usize,
     ) -> Result<Box<dyn Buffer>>;
 
     /// Replaces parts of a flat `f32` buffer of this backend by values that lie end to end.

@@ -18,8 +18,8 @@ use threads::touched_bytes;
 
 /// The most buckets of divided weights that a rank has at once (`stage/gathered.rs`): that of a
 /// read, that of the node's operand before it, one that is read again soon, and the next one under
-/// way, with a copy of the rank's part of it.
-const MOST_BUCKETS: usize = 5;
+/// way.
+const MOST_BUCKETS: usize = 4;
 
 /// What a run does with its model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -252,10 +252,7 @@ impl Plan {
             .zero_config(1)
             .exchange_bytes(specs.collect(), args.replicas())?;
         let all = programs.sums().trained_bytes;
-        let bucket = bytes.weight_bucket;
-        let weights = bucket.saturating_mul(MOST_BUCKETS);
-        // All of them, and a copy of the rank's part of one.
-        let weights = weights.min(all.saturating_add(bucket));
+        let weights = bytes.weight_bucket.saturating_mul(MOST_BUCKETS).min(all);
         let exchange = [bytes.sums, bytes.gathers, weights].into_iter();
         Ok(exchange.fold(0, usize::saturating_add))
     }

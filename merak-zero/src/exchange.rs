@@ -4,10 +4,10 @@ use crate::{
     Bucket, Error, FlatLayout, Result, ZeroConfig, ZeroStage,
     copies::Copies,
     flat,
-    gathering::{Arrivals, Gatherer},
+    gathering::{Arrivals, GatheredBucket, Gatherer},
     layout::Extent,
 };
-use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp, into_vec};
+use merak_mpu::{Buffer, Communicator, DType, Group, Pending, ReduceOp, into_vec};
 use std::{collections::VecDeque, ops::Range};
 
 /// The operation, for errors.
@@ -116,7 +116,7 @@ impl Exchange {
         let bucket = |(bucket, &start): (&Bucket, &usize)| {
             let lengths: Vec<_> = layout.parts(bucket).map(|part| part.flat.len()).collect();
             let own = start..start + lengths[self.group.rank()];
-            (own, lengths)
+            GatheredBucket { own, lengths }
         };
         let buckets = layout.buckets().iter().zip(&self.owned_starts);
         Gatherer::new(self.group.clone(), buckets.map(bucket).collect())
@@ -238,7 +238,7 @@ impl Exchange {
         let pending = if self.sharded {
             let lengths = layout.parts(bucket).map(|part| part.flat.len()).collect();
             self.group
-                .start_reduce_scatter_parts(copy, lengths, ReduceOp::Sum)
+                .start_reduce_scatter_parts_in_place(copy, lengths, ReduceOp::Sum)
         } else {
             self.group.start_all_reduce(copy, ReduceOp::Sum)
         };
@@ -254,34 +254,39 @@ impl Exchange {
 
     /// Waits for the sum that was started first, and writes its average.
     fn finish_oldest(&mut self, layout: &FlatLayout, grads: &mut dyn Buffer) -> Result<()> {
-        let Some((bucket, pending)) = self.in_flight.pop_front() else {
+        let Some((index, pending)) = self.in_flight.pop_front() else {
             return Ok(());
         };
         let sum = pending.wait().map_err(Error::communication(REDUCTION))?;
-        let owned = self.owned_of(bucket, layout, sum.len());
-        self.finish_reduce(sum, owned, grads)
-    }
-
-    /// Where the gradients lie that this rank owns of a bucket, or all of them where it owns all.
-    fn owned_of(&self, index: usize, layout: &FlatLayout, len: usize) -> Range<usize> {
         let bucket = &layout.buckets()[index];
-        match self.grads {
-            Extent::Owned => self.owned_starts[index]..self.owned_starts[index] + len,
-            Extent::All if self.sharded => layout.part(bucket, self.group.rank()).flat,
-            Extent::All => bucket.flat.clone(),
-        }
+        let own = if self.sharded {
+            let own = layout.part(bucket, self.group.rank()).flat;
+            own.start - bucket.flat.start..own.end - bucket.flat.start
+        } else {
+            0..bucket.flat.len()
+        };
+        let start = match self.grads {
+            Extent::Owned => self.owned_starts[index],
+            Extent::All => bucket.flat.start + own.start,
+        };
+        self.finish_reduce(sum, own, grads, start)
     }
 
     /// Writes the average of what this rank owns of a bucket into its gradients, or adds it to
-    /// them.
+    /// them. `own` is where it lies in the sums, `start` where it begins in the gradients.
     fn finish_reduce(
         &mut self,
         mut sum: Box<dyn Buffer>,
-        owned: Range<usize>,
+        own: Range<usize>,
         grads: &mut dyn Buffer,
+        start: usize,
     ) -> Result<()> {
         let (factor, adds) = (self.scale_after, self.grads == Extent::Owned);
+        let owned = start..start + own.len();
         if let Some(device) = self.copies.device_of(grads) {
+            if own.len() < sum.len() {
+                sum = self.copies.take(&*sum, &[own], REDUCTION)?;
+            }
             self.copies.multiply(&mut *sum, factor, REDUCTION)?;
             let placed = if adds {
                 device.add(&*sum, grads, &[owned])
@@ -290,17 +295,27 @@ impl Exchange {
             };
             return placed.map_err(Error::device(REDUCTION));
         }
-        let sum: Vec<f32> = into_vec(sum).map_err(Error::communication(REDUCTION))?;
-        flat::write_part(grads, owned, |owned| {
-            let owned = owned.iter_mut().zip(&sum);
-            if adds {
-                owned.for_each(|(g, x)| *g += x * factor);
-            } else {
-                owned.for_each(|(g, x)| *g = x * factor);
+        let found = flat::read(&*sum, |all| {
+            if let Some(sums) = all.get(own) {
+                flat::write_part(grads, owned, |owned| {
+                    let owned = owned.iter_mut().zip(sums);
+                    if adds {
+                        owned.for_each(|(g, x)| *g += x * factor);
+                    } else {
+                        owned.for_each(|(g, x)| *g = x * factor);
+                    }
+                });
             }
+            all.len()
         });
+        let (dtype, len) = (DType::F32, sum.len());
+        if found != len {
+            let unread = merak_mpu::Error::UnreadBuffer { dtype, len, found };
+            return Err(Error::communication(REDUCTION)(unread));
+        }
         if !adds {
-            self.spare.push(sum);
+            self.spare
+                .push(into_vec(sum).map_err(Error::communication(REDUCTION))?);
         }
         Ok(())
     }

@@ -16,15 +16,20 @@ pub(crate) const MOST_GATHERED: usize = 2;
 #[derive(Debug, Clone)]
 pub struct Gatherer {
     group: Group,
-    /// For each bucket, this rank's part among the elements that it owns, and the lengths of all
-    /// ranks' parts.
-    buckets: Vec<(Range<usize>, Vec<usize>)>,
+    buckets: Vec<GatheredBucket>,
+}
+
+/// A bucket, as one rank gathers it.
+#[derive(Debug, Clone)]
+pub(crate) struct GatheredBucket {
+    /// This rank's part among the elements that it owns.
+    pub(crate) own: Range<usize>,
+    /// The lengths of all ranks' parts.
+    pub(crate) lengths: Vec<usize>,
 }
 
 impl Gatherer {
-    /// `buckets` are, for each bucket, this rank's part among the elements that it owns, and the
-    /// lengths of all ranks' parts.
-    pub(crate) fn new(group: Group, buckets: Vec<(Range<usize>, Vec<usize>)>) -> Self {
+    pub(crate) fn new(group: Group, buckets: Vec<GatheredBucket>) -> Self {
         Self { group, buckets }
     }
 
@@ -33,23 +38,35 @@ impl Gatherer {
     /// # Panics
     /// When the layout has no such bucket.
     pub fn own_part(&self, bucket: usize) -> Range<usize> {
-        self.buckets[bucket].0.clone()
+        self.buckets[bucket].own.clone()
     }
 
-    /// Starts to gather a bucket; `own` are the values of this rank's part, of any element type.
-    /// The result has those of all elements of the bucket, in flat order.
+    /// The number of the first element of this rank's part in the bucket, and how many elements the
+    /// bucket has.
+    ///
+    /// # Panics
+    /// When the layout has no such bucket.
+    pub fn place(&self, bucket: usize) -> (usize, usize) {
+        let lengths = &self.buckets[bucket].lengths;
+        let before = &lengths[..self.group.rank()];
+        (before.iter().sum(), lengths.iter().sum())
+    }
+
+    /// Starts to gather a bucket where it lies: `all` has as many elements as the bucket, of any
+    /// type, and this rank's part in its [place](Gatherer::place); the others may be anything. The
+    /// result has those of all ranks, in flat order.
     ///
     /// # Communication
     /// An all-gather of the parts.
     ///
     /// # Errors
-    /// When `own` has another length or the group fails.
+    /// When `all` has another length or the group fails.
     ///
     /// # Panics
     /// When the layout has no such bucket.
-    pub fn start(&self, bucket: usize, own: Box<dyn Buffer>) -> Result<PendingBucket> {
-        let lengths = self.buckets[bucket].1.clone();
-        let pending = self.group.start_all_gather_parts(own, lengths);
+    pub fn start(&self, bucket: usize, all: Box<dyn Buffer>) -> Result<PendingBucket> {
+        let lengths = self.buckets[bucket].lengths.clone();
+        let pending = self.group.start_all_gather_parts_in_place(all, lengths);
         pending
             .map(PendingBucket)
             .map_err(Error::communication(GATHERING))

@@ -2,6 +2,7 @@
 
 mod accumulate;
 mod attention;
+mod buckets;
 mod elementwise;
 mod loss;
 mod moves;
@@ -17,6 +18,7 @@ use crate::{
     kernels::{Threads, Units},
     value::MemoryMeter,
 };
+use buckets::Buckets;
 use candle_core::Tensor;
 use merak_mpu::{Buffer, DType, into_vec, zeros};
 use pool::{Pool, Pooled};
@@ -35,6 +37,7 @@ pub struct Candle {
     threads: Threads,
     products: Products,
     pool: Pool,
+    buckets: Buckets,
     memory: MemoryMeter,
 }
 
@@ -64,6 +67,7 @@ impl Candle {
             threads,
             products: Products::default(),
             pool: Pool::default(),
+            buckets: Buckets::default(),
             memory: MemoryMeter::default(),
         })
     }
@@ -250,6 +254,10 @@ impl Backend for Candle {
         Ok(zeros(dtype, len))
     }
 
+    fn bucket_buffer(&self, len: usize) -> Result<Box<dyn Buffer>> {
+        Ok(Box::new(self.buckets.take_zeros::<f32>(len)))
+    }
+
     fn copy_parts(
         &self,
         from: &dyn Buffer,
@@ -266,6 +274,24 @@ impl Backend for Candle {
         parts: &[Range<usize>],
     ) -> Result<()> {
         super::parts::put(values, to, parts)
+    }
+
+    fn gather_buffer(
+        &self,
+        from: &dyn Buffer,
+        part: Range<usize>,
+        dtype: DType,
+        at: usize,
+        len: usize,
+    ) -> Result<Box<dyn Buffer>> {
+        super::parts::check_place(from, &part, dtype, (at, len))?;
+        let mut all: Box<dyn Buffer> = match dtype {
+            DType::F32 => Box::new(self.buckets.take::<f32>(len)),
+            DType::BF16 => Box::new(self.buckets.take::<half::bf16>(len)),
+            _ => zeros(dtype, len),
+        };
+        super::parts::place(from, part, &mut *all, at)?;
+        Ok(all)
     }
 
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
@@ -288,18 +314,19 @@ impl Backend for Candle {
         buffer: Box<dyn Buffer>,
     ) -> Result<Vec<Value>> {
         let ty = TensorType::new([buffer.len()], buffer.dtype());
-        if ty.dtype == DType::BF16 {
-            let values = into_vec::<half::bf16>(buffer).map_err(at("parameters"))?;
-            let lease = self.memory.lease(ty.size_bytes());
-            let whole = Handle::narrow(values, self.pool.clone(), lease);
-            return storage::param_values(params, offsets, &whole.into_value(ty));
-        }
-        // Its memory is not for the pool: a value that nothing else shares is no whole of it.
-        let value = match ty.dtype {
-            DType::F64 => self.wrap_once::<f64>(&ty, into_vec(buffer).map_err(at("parameters"))?),
-            _ => self.wrap_once::<f32>(&ty, into_vec(buffer).map_err(at("parameters"))?),
+        let lease = self.memory.lease(ty.size_bytes());
+        let whole = match ty.dtype {
+            DType::BF16 => {
+                let wide = Some(self.pool.clone());
+                Handle::of_bucket::<half::bf16>(buffer, wide, lease)?
+            }
+            DType::F64 => {
+                let values = into_vec::<f64>(buffer).map_err(at("parameters"))?;
+                Handle::new(values, None, lease)
+            }
+            _ => Handle::of_bucket::<f32>(buffer, None, lease)?,
         };
-        storage::param_values(params, offsets, &value?)
+        storage::param_values(params, offsets, &whole.into_value(ty))
     }
 }
 
@@ -471,6 +498,50 @@ mod tests {
         assert_eq!(read(&store.views[1]), [rounded[0], rounded[1], two]);
         store.flat.clear();
         assert_eq!(read(&store.views[0]), [0, 0]);
+    }
+
+    #[test]
+    fn memory_of_gathered_parameters_and_of_gradients_serves_the_next_buckets() {
+        let backend = Candle::new(1).unwrap();
+        let param = |kept| Param {
+            kept,
+            ..Param::new(
+                "weight",
+                ty([2], DType::F32),
+                Init::Constant(0.0),
+                ParamRole::Weight,
+            )
+        };
+        let held = vec![0.5_f32, 1.0, 2.0, 3.0];
+        for (dtype, kept) in [(DType::F32, None), (DType::BF16, Some(DType::BF16))] {
+            let params = [param(kept), param(kept)];
+            let mut places = Vec::new();
+            for _ in 0..3 {
+                let all = backend.gather_buffer(&held, 1..3, dtype, 2, 4).unwrap();
+                all.read(&mut |bytes| places.push(bytes.as_ptr().addr()));
+                let values = backend.param_values(&params, &[0, 2], all).unwrap();
+                let [other, own] = values.try_into().unwrap();
+                drop(other);
+                // Other nodes read the rest of the memory, of which this is the last part.
+                let copy = backend.into_buffer(own).unwrap();
+                assert_eq!(into_vec::<f32>(copy).unwrap(), [1.0, 2.0]);
+            }
+            assert_eq!(places, [places[0]; 3], "{dtype}");
+            let whole = backend.gather_buffer(&held, 0..2, dtype, 0, 2).unwrap();
+            let values = backend.param_values(&params[..1], &[0], whole).unwrap();
+            let copy = backend.into_buffer(values.into_iter().next().unwrap());
+            assert_eq!(into_vec::<f32>(copy.unwrap()).unwrap(), [0.5, 1.0]);
+        }
+        let mut places = Vec::new();
+        for _ in 0..3 {
+            let mut grads = backend.bucket_buffer(1000).unwrap();
+            grads.write(&mut |bytes| {
+                assert!(bytes.iter().all(|byte| *byte == 0));
+                bytes.fill(7);
+                places.push(bytes.as_ptr().addr());
+            });
+        }
+        assert_eq!(places, [places[0]; 3]);
     }
 
     #[test]

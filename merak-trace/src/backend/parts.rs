@@ -2,8 +2,8 @@
 
 use crate::{Error, Result};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
-use merak_mpu::{Buffer, DType};
-use std::ops::Range;
+use merak_mpu::{Buffer, DType, zeros};
+use std::{mem, ops::Range, slice};
 
 /// What was asked for, in errors.
 pub(super) const NODE: &str = "parts of a buffer";
@@ -15,24 +15,48 @@ pub(super) fn copy(
     dtype: DType,
 ) -> Result<Box<dyn Buffer>> {
     check_copy(from, parts, dtype)?;
-    if dtype == DType::F32 {
-        return Ok(merak_mpu::copy_parts(from, parts));
-    }
-    let mut copy: Option<Box<dyn Buffer>> = None;
+    let mut copy = zeros(dtype, parts.iter().map(Range::len).sum());
+    convert(from, parts, &mut *copy, 0);
+    Ok(copy)
+}
+
+/// Copies a part of an `f32` buffer to the elements of `to` from number `at` on, rounded to the
+/// nearest numbers of its type.
+pub(super) fn place(
+    from: &dyn Buffer,
+    part: Range<usize>,
+    to: &mut dyn Buffer,
+    at: usize,
+) -> Result<()> {
+    check_place(from, &part, to.dtype(), (at, to.len()))?;
+    convert(from, &[part], to, at);
+    Ok(())
+}
+
+fn convert(from: &dyn Buffer, parts: &[Range<usize>], to: &mut dyn Buffer, at: usize) {
+    let (dtype, num_elements) = (to.dtype(), parts.iter().map(Range::len).sum::<usize>());
+    let size = dtype.size_bytes();
     from.read(&mut |bytes| {
-        let wide = bytemuck::cast_slice(bytes);
-        let parts = parts.iter().map(|part| &wide[part.clone()]);
-        copy = Some(if dtype == DType::BF16 {
-            Box::new(narrowed(parts, bf16::ZERO, |from, to| {
-                to.convert_from_f32_slice(from);
-            }))
-        } else {
-            Box::new(narrowed(parts, f16::ZERO, |from, to| {
-                to.convert_from_f32_slice(from);
-            }))
+        let from = bytemuck::cast_slice::<u8, f32>(bytes);
+        to.write_part(at * size..(at + num_elements) * size, &mut |to| {
+            let mut rest = to;
+            for part in parts {
+                let (own, behind) = mem::take(&mut rest).split_at_mut(part.len() * size);
+                let from = &from[part.clone()];
+                match dtype {
+                    DType::BF16 => {
+                        bytemuck::cast_slice_mut::<_, bf16>(own).convert_from_f32_slice(from);
+                    }
+                    DType::F16 => {
+                        bytemuck::cast_slice_mut::<_, f16>(own).convert_from_f32_slice(from);
+                    }
+                    // The types were checked, so this is `f32`.
+                    _ => own.copy_from_slice(bytemuck::cast_slice(from)),
+                }
+                rest = behind;
+            }
         });
     });
-    Ok(copy.expect("a buffer calls the closure once"))
 }
 
 /// Replaces parts of an `f32` buffer by values that lie end to end.
@@ -46,6 +70,21 @@ pub(super) fn put(values: &dyn Buffer, to: &mut dyn Buffer, parts: &[Range<usize
 pub(super) fn check_copy(from: &dyn Buffer, parts: &[Range<usize>], to: DType) -> Result<()> {
     check_types(from.dtype(), to)?;
     check_ends(from, parts)
+}
+
+/// As [`check_copy`]; also refuses a part that ends behind the `len` elements of a buffer, in which
+/// it begins with number `at`.
+pub(super) fn check_place(
+    from: &dyn Buffer,
+    part: &Range<usize>,
+    to: DType,
+    (at, len): (usize, usize),
+) -> Result<()> {
+    check_copy(from, slice::from_ref(part), to)?;
+    let reason = || format!("{part:?} do not fit at {at} of {len} elements");
+    (at <= len && part.len() <= len - at)
+        .then_some(())
+        .ok_or_else(|| Error::backend(NODE, reason()))
 }
 
 /// Refuses values that are not those of these parts of a buffer.
@@ -86,19 +125,4 @@ fn check_ends(buffer: &dyn Buffer, parts: &[Range<usize>]) -> Result<()> {
             Err(Error::backend(NODE, reason))
         }
     }
-}
-
-fn narrowed<'a, T: Copy>(
-    parts: impl Iterator<Item = &'a [f32]> + Clone,
-    zero: T,
-    narrow: impl Fn(&[f32], &mut [T]),
-) -> Vec<T> {
-    let mut all = vec![zero; parts.clone().map(<[f32]>::len).sum()];
-    let mut rest = all.as_mut_slice();
-    for part in parts {
-        let (own, behind) = rest.split_at_mut(part.len());
-        narrow(part, own);
-        rest = behind;
-    }
-    all
 }

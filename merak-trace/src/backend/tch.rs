@@ -250,6 +250,17 @@ impl Backend for Tch {
         self.change_parts(values, to, parts, Tensor::f_copy_)
     }
 
+    fn gather_buffer(
+        &self,
+        from: &dyn Buffer,
+        part: Range<usize>,
+        dtype: DType,
+        at: usize,
+        len: usize,
+    ) -> Result<Box<dyn Buffer>> {
+        self.placed(from, part, dtype, (at, len))
+    }
+
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
         storage::param_store(self.device, params, offsets, len)
     }

@@ -100,6 +100,10 @@ impl Backend for Timed {
         self.inner.grad_buffer(dtype, len)
     }
 
+    fn bucket_buffer(&self, len: usize) -> Result<Box<dyn Buffer>> {
+        self.inner.bucket_buffer(len)
+    }
+
     fn copy_parts(
         &self,
         from: &dyn Buffer,
@@ -107,6 +111,17 @@ impl Backend for Timed {
         dtype: DType,
     ) -> Result<Box<dyn Buffer>> {
         self.inner.copy_parts(from, parts, dtype)
+    }
+
+    fn gather_buffer(
+        &self,
+        from: &dyn Buffer,
+        part: Range<usize>,
+        dtype: DType,
+        at: usize,
+        len: usize,
+    ) -> Result<Box<dyn Buffer>> {
+        self.inner.gather_buffer(from, part, dtype, at, len)
     }
 
     fn put_parts(

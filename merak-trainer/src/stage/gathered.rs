@@ -2,7 +2,7 @@
 
 use super::{ParamMemory, StageParams};
 use crate::error::Result;
-use merak_mpu::{Buffer, DType, into_vec};
+use merak_mpu::{DType, into_vec};
 use merak_trace::{
     Error as TraceError, Param, Params, Phase, Result as TraceResult, SharedBackend, StageProgram,
     Value,
@@ -373,10 +373,10 @@ impl Buckets {
 
     /// Starts to gather a bucket in an element type.
     fn start(&self, bucket: usize, dtype: DType) -> TraceResult<PendingBucket> {
-        let part = self.gatherer.own_part(bucket);
-        let copy = |kept: &dyn Buffer| self.backend.copy_parts(kept, &[part], dtype);
-        let own = self.memory.with_trained(copy)?;
-        self.gatherer.start(bucket, own).map_err(of_zero)
+        let (part, (at, len)) = (self.gatherer.own_part(bucket), self.gatherer.place(bucket));
+        let all = (self.memory)
+            .with_trained(|kept| self.backend.gather_buffer(kept, part, dtype, at, len))?;
+        self.gatherer.start(bucket, all).map_err(of_zero)
     }
 
     /// The values of a bucket that has been gathered.

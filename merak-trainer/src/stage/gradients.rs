@@ -251,7 +251,7 @@ impl GradSink for Reduction<'_> {
                 let buffer = &mut self.grads.buffers[1 + bucket];
                 if buffer.is_empty() {
                     let len = self.completion.lens[bucket];
-                    *buffer = self.backend.grad_buffer(DType::F32, len)?;
+                    *buffer = self.backend.bucket_buffer(len)?;
                 }
             }
         }

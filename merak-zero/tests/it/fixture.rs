@@ -122,8 +122,13 @@ pub(crate) fn whole(optimizer: &ZeroOptimizer, held: Vec<f32>) -> Vec<f32> {
     }
     let gatherer = optimizer.gatherer();
     let bucket = |bucket: usize| {
-        let own = Box::new(held[gatherer.own_part(bucket)].to_vec());
-        let gathered = gatherer.start(bucket, own).and_then(PendingBucket::wait);
+        let own = &held[gatherer.own_part(bucket)];
+        let (at, len) = gatherer.place(bucket);
+        let mut all = vec![f32::NAN; len];
+        all[at..at + own.len()].copy_from_slice(own);
+        let gathered = gatherer
+            .start(bucket, Box::new(all))
+            .and_then(PendingBucket::wait);
         into_vec::<f32>(gathered.expect("all ranks gather")).expect("f32")
     };
     (0..optimizer.layout().buckets().len())

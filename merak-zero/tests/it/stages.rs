@@ -80,7 +80,7 @@ fn brought(reduce: usize, gather: usize, call: Call) -> Vec<Vec<usize>> {
 
 #[test]
 fn every_collective_keeps_to_the_size_of_its_buckets() {
-    let reduction = Call::ReduceScatter(ReduceOp::Sum);
+    let reduction = Call::ReduceScatterInPlace(ReduceOp::Sum);
     let reductions = [1, 40_000, 1 << 20].map(|size| {
         let brought = brought(size, 1 << 20, reduction);
         for elements in &brought {

@@ -7,6 +7,7 @@ use super::{
         masters::{Masters, NarrowCopy},
         misplaced,
     },
+    buckets::{Buckets, InBuckets, into_elements},
     pool::Pool,
 };
 use crate::{
@@ -40,7 +41,7 @@ pub(super) struct Handle {
     start: usize,
 }
 
-/// An allocation; its memory goes back to the pool with the last value over it.
+/// An allocation; its memory goes back to where it was taken with the last value over it.
 struct Root {
     /// The elements, until a tensor has them.
     own: RwLock<Option<CpuStorage>>,
@@ -48,10 +49,19 @@ struct Root {
     /// here.
     tensor: OnceLock<Tensor>,
     dtype: DType,
-    pool: Option<Pool>,
+    home: Option<Home>,
     /// Memory for reading the elements in a wider type.
     wide: Option<Pool>,
     _lease: Option<Arc<Lease>>,
+}
+
+/// Where memory goes back to.
+#[derive(Clone)]
+enum Home {
+    /// Any value may have it next.
+    Pool(Pool),
+    /// It is that of a bucket, of which values are parts.
+    Buckets(Buckets),
 }
 
 /// Without the elements, for which candle would bring its printing of numbers.
@@ -93,8 +103,11 @@ impl Root {
 impl Drop for Root {
     fn drop(&mut self) {
         let own = self.own.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let (Some(storage), Some(pool)) = (own.take(), &self.pool) {
-            pool.put(storage);
+        if let (Some(storage), Some(home)) = (own.take(), &self.home) {
+            match home {
+                Home::Pool(pool) => pool.put(storage),
+                Home::Buckets(buckets) => buckets.put(storage),
+            }
         }
     }
 }
@@ -124,10 +137,27 @@ impl Handle {
         Self::with_root(
             T::to_cpu_storage_owned(data),
             <T as Element>::DTYPE,
-            pool,
+            pool.map(Home::Pool),
             None,
             lease,
         )
+    }
+
+    /// Wraps a bucket of parameters, which may be narrower than they; `wide` provides memory to
+    /// widen them.
+    pub(super) fn of_bucket<T: InBuckets>(
+        bucket: Box<dyn Buffer>,
+        wide: Option<Pool>,
+        lease: Arc<Lease>,
+    ) -> Result<Self> {
+        let (data, home) = into_elements::<T>(bucket).map_err(at("parameters"))?;
+        Ok(Self::with_root(
+            T::to_cpu_storage_owned(data),
+            <T as Element>::DTYPE,
+            home.map(Home::Buckets),
+            wide,
+            lease,
+        ))
     }
 
     /// Wraps memory of elements that may be narrower than the value's; `wide` provides memory to
@@ -145,7 +175,7 @@ impl Handle {
     fn with_root(
         storage: CpuStorage,
         dtype: DType,
-        pool: Option<Pool>,
+        home: Option<Home>,
         wide: Option<Pool>,
         lease: Arc<Lease>,
     ) -> Self {
@@ -153,7 +183,7 @@ impl Handle {
             own: RwLock::new(Some(storage)),
             tensor: OnceLock::new(),
             dtype,
-            pool,
+            home,
             wide,
             _lease: Some(lease),
         };
@@ -174,7 +204,7 @@ impl Handle {
             own: RwLock::new(None),
             tensor: OnceLock::from(flat),
             dtype,
-            pool: None,
+            home: None,
             wide,
             _lease: lease,
         };
@@ -349,8 +379,9 @@ fn narrow_pool(value: &Value) -> Option<&Pool> {
 pub(super) fn steal<T: Scalar>(value: Value) -> Result<Vec<T>, Value> {
     let stealable = value.ty().dtype == <T as Element>::DTYPE
         && value.data::<Handle>().is_some_and(|handle| {
-            let is_alone = Arc::strong_count(&handle.root) == 1 && handle.root.pool.is_some();
-            is_alone && handle.root.tensor.get().is_none()
+            let is_alone = Arc::strong_count(&handle.root) == 1;
+            let is_whole = matches!(handle.root.home, Some(Home::Pool(_)));
+            is_alone && is_whole && handle.root.tensor.get().is_none()
         });
     if !stealable {
         return Err(value);

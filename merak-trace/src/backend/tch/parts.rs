@@ -109,6 +109,30 @@ impl Tch {
         let copy = copy().map_err(at(NODE))?;
         Ok(Box::new(TchBuffer::new(copy, dtype)))
     }
+
+    pub(super) fn placed(
+        &self,
+        from: &dyn Buffer,
+        part: Range<usize>,
+        dtype: DType,
+        (at_element, len): (usize, usize),
+    ) -> Result<Box<dyn Buffer>> {
+        parts::check_place(from, &part, dtype, (at_element, len))?;
+        self.enter();
+        let kind = kind_of(&TensorType::new([0], dtype))?;
+        let place = at_element..at_element + part.len();
+        let own = if self.holds(from) {
+            view(&own(from)?.flat, &part)
+        } else {
+            Ok(self.here(&*parts::copy(from, &[part], dtype)?)?)
+        };
+        let placed = own.and_then(|own| {
+            let all = Tensor::f_empty(int(len), (kind, self.device))?;
+            view(&all, &place)?.f_copy_(&own)?;
+            Ok(all)
+        });
+        Ok(Box::new(TchBuffer::new(placed.map_err(at(NODE))?, dtype)))
+    }
 }
 
 fn view(flat: &Tensor, part: &Range<usize>) -> Result<Tensor, TchError> {
@@ -171,6 +195,38 @@ mod tests {
             error.to_string().contains("of f32 do not become i64"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_part_has_its_place_in_a_buffer_for_a_gather() {
+        let tch = Tch::new(TchDevice::Cpu, 1).unwrap();
+        let (candle, host) = (Candle::new(1).unwrap(), numbers(40));
+        let own = buffer(&tch, &host);
+        for from in [&host as &dyn Buffer, &*own] {
+            for backend in [&tch as &dyn Backend, &candle] {
+                for (part, at, len) in [(3..9, 4, 10), (0..40, 0, 40), (7..7, 5, 5)] {
+                    let gather = |dtype| backend.gather_buffer(from, part.clone(), dtype, at, len);
+                    let place = at..at + part.len();
+                    let wide = values::<f32>(gather(DType::F32).unwrap());
+                    assert_eq!(wide.len(), len);
+                    assert_eq!(wide[place.clone()], host[part.clone()]);
+                    let narrow = values::<bf16>(gather(DType::BF16).unwrap());
+                    assert_eq!(narrow.len(), len);
+                    let expected = host[part.clone()].iter().map(|&x| bf16::from_f32(x));
+                    assert_eq!(narrow[place], expected.collect::<Vec<_>>());
+                }
+                let refused = |part, dtype, at, len, reason: &str| {
+                    let refused = backend.gather_buffer(from, part, dtype, at, len);
+                    let error = refused.unwrap_err().to_string();
+                    assert!(error.contains(reason), "{error}");
+                };
+                let wide = DType::F32;
+                refused(3..9, wide, 5, 10, "3..9 do not fit at 5 of 10 elements");
+                refused(3..9, wide, 11, 10, "3..9 do not fit at 11 of 10");
+                refused(36..41, wide, 0, 10, "of 40 elements have no 36..41");
+                refused(3..9, DType::I64, 0, 10, "of f32 do not become i64");
+            }
+        }
     }
 
     #[test]

@@ -47,7 +47,7 @@ fn started(stage: u8) -> Vec<usize> {
     let events = recorded(stage);
     let reduction = match stage {
         0 => Call::AllReduce(ReduceOp::Sum),
-        _ => Call::ReduceScatter(ReduceOp::Sum),
+        _ => Call::ReduceScatterInPlace(ReduceOp::Sum),
     };
     let (mut sums, mut reduced) = (Vec::new(), 0);
     for event in events
@@ -92,7 +92,7 @@ fn divided_gradients_are_reduced_before_the_backward_of_each_microbatch_ends() {
 fn each_bucket_of_divided_parameters_is_on_its_way_while_layers_before_it_run() {
     let (mut sums, mut begun, mut ended) = (0_usize, Vec::new(), Vec::new());
     for event in recorded(3) {
-        let gathers = event.group == "data_sequence" && event.call == Call::AllGather;
+        let gathers = event.group == "data_sequence" && event.call == Call::AllGatherInPlace;
         match event.moment {
             Moment::Started if event.group == "tensor" => sums += 1,
             Moment::Started if gathers => begun.push(sums),
