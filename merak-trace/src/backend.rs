@@ -296,6 +296,10 @@ pub trait Backend: fmt::Debug + Send + Sync {
         self.grad_buffer(DType::F32, len)
     }
 
+    /// Frees memory that is kept for later buckets, behind a time in which there were more than
+    /// usual.
+    fn free_buckets(&self) {}
+
     /// Copies parts of a flat `f32` buffer, end to end, into a buffer of its own where the values
     /// lie. Elements are rounded to the nearest of the type, which has 16 bits or is `f32`.
     ///

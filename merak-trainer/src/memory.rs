@@ -47,8 +47,9 @@ pub struct MemoryNeed {
     /// in memory what there is room for.
     pub files: usize,
     /// Copies of buckets of gradients and parameters on their way between replicas, and gathered
-    /// buckets of parameters that replicas divide: what they take at most, no part of the sum. A
-    /// trainer reports those of gradients that there were at once.
+    /// buckets of parameters that replicas divide: what they take at most, no part of the sum. The
+    /// memory may be kept for later ones. A trainer reports those of gradients that there were at
+    /// once.
     pub exchange: usize,
     /// Gradients of the parameters, with one more for each further use of a tied parameter.
     pub gradients: usize,

@@ -220,7 +220,7 @@ impl ZeroConfig {
 /// most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ExchangeBytes {
-    /// Gradients whose sum is under way. In stages 0 and 1 their memory stays for the next step.
+    /// Gradients whose sum is under way. In host memory it stays for the next ones.
     pub sums: usize,
     /// Parameters that other ranks have stepped, under way and received, beside this rank's part.
     pub gathers: usize,

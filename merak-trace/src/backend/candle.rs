@@ -258,6 +258,10 @@ impl Backend for Candle {
         Ok(Box::new(self.buckets.take_zeros::<f32>(len)))
     }
 
+    fn free_buckets(&self) {
+        self.buckets.free();
+    }
+
     fn copy_parts(
         &self,
         from: &dyn Buffer,
@@ -290,7 +294,7 @@ impl Backend for Candle {
             DType::BF16 => Box::new(self.buckets.take::<half::bf16>(len)),
             _ => zeros(dtype, len),
         };
-        super::parts::place(from, part, &mut *all, at)?;
+        super::parts::convert(from, &[part], &mut *all, at);
         Ok(all)
     }
 

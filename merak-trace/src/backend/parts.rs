@@ -20,20 +20,9 @@ pub(super) fn copy(
     Ok(copy)
 }
 
-/// Copies a part of an `f32` buffer to the elements of `to` from number `at` on, rounded to the
-/// nearest numbers of its type.
-pub(super) fn place(
-    from: &dyn Buffer,
-    part: Range<usize>,
-    to: &mut dyn Buffer,
-    at: usize,
-) -> Result<()> {
-    check_place(from, &part, to.dtype(), (at, to.len()))?;
-    convert(from, &[part], to, at);
-    Ok(())
-}
-
-fn convert(from: &dyn Buffer, parts: &[Range<usize>], to: &mut dyn Buffer, at: usize) {
+/// Copies parts of an `f32` buffer, end to end, to the elements of `to` from number `at` on,
+/// rounded to the nearest numbers of its type. The caller has checked them.
+pub(super) fn convert(from: &dyn Buffer, parts: &[Range<usize>], to: &mut dyn Buffer, at: usize) {
     let (dtype, num_elements) = (to.dtype(), parts.iter().map(Range::len).sum::<usize>());
     let size = dtype.size_bytes();
     from.read(&mut |bytes| {

@@ -104,6 +104,10 @@ impl Backend for Timed {
         self.inner.bucket_buffer(len)
     }
 
+    fn free_buckets(&self) {
+        self.inner.free_buckets();
+    }
+
     fn copy_parts(
         &self,
         from: &dyn Buffer,

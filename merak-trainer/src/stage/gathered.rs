@@ -295,6 +295,8 @@ impl Buckets {
         states.pinned = false;
         if !self.stay {
             states.buckets.fill_with(State::default);
+            // A pass has few of them at once.
+            self.backend.free_buckets();
         }
     }
 

@@ -7,7 +7,7 @@ use merak_mpu::{Buffer, DType, Element, Memory, into_vec, zeroed};
 use std::{
     any::Any,
     fmt, mem,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 /// Element types of buckets.
@@ -16,13 +16,26 @@ pub(super) trait InBuckets: Scalar {}
 impl InBuckets for f32 {}
 impl InBuckets for bf16 {}
 
+/// A piece is at most as many times as large as a bucket that it serves.
+const MOST_ROOM: usize = 2;
+
 /// Memory of freed buckets.
 ///
-/// Buckets differ in length, so that a [`Pool`](super::pool::Pool) would keep memory for each. Here
-/// a larger piece serves too, and makes way where it is too small: there are never more pieces than
-/// buckets were alive at once, nor larger ones than the largest bucket.
+/// Buckets differ in length, so that a [`Pool`](super::pool::Pool) would keep memory for each
+/// length. Here a piece serves shorter buckets too, and makes way for others: pieces and the
+/// buckets that are alive take no more together than buckets took at once, of all types.
 #[derive(Clone, Default)]
-pub(super) struct Buckets(Arc<Mutex<Vec<CpuStorage>>>);
+pub(super) struct Buckets(Arc<Mutex<Pieces>>);
+
+#[derive(Default)]
+struct Pieces {
+    kept: Vec<CpuStorage>,
+    kept_bytes: usize,
+    /// Of buckets that are alive.
+    alive_bytes: usize,
+    /// The most that were alive at once.
+    most_bytes: usize,
+}
 
 impl Buckets {
     /// A bucket of `len` elements with unspecified contents.
@@ -51,35 +64,89 @@ impl Buckets {
         }
     }
 
-    /// The smallest piece that is large enough; without one, frees the largest.
+    /// A piece for a bucket of this length. Without one, others make way for a new one.
     fn take_kept<T: InBuckets>(&self, len: usize) -> Option<Vec<T>> {
-        let mut pieces = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let of_type = pieces.iter().enumerate();
-        let of_type = of_type.filter_map(|(i, piece)| Some((capacity_of::<T>(piece)?, i)));
-        let best = of_type.min_by_key(|&(capacity, _)| match capacity.checked_sub(len) {
-            Some(more) => (false, more),
-            None => (true, len - capacity),
-        });
-        let (capacity, at) = best?;
-        let piece = pieces.remove(at);
-        // Memory is freed without the lock.
-        drop(pieces);
-        let piece = T::cpu_storage_data(piece).ok();
-        piece.filter(|_| capacity >= len)
+        let mut pieces = self.lock();
+        let Some(piece) = pieces.take::<T>(len) else {
+            let freed = pieces.make_way(len * size_of::<T>());
+            // The system may take its time, so memory is freed without the lock.
+            drop(pieces);
+            drop(freed);
+            return None;
+        };
+        T::cpu_storage_data(piece).ok()
     }
 
     /// Keeps the memory of a bucket that was taken here.
     pub(super) fn put(&self, piece: CpuStorage) {
-        let mut pieces = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        pieces.push(piece);
+        self.lock().put(piece);
     }
 
-    /// The elements that each piece has room for.
-    #[cfg(test)]
-    fn kept(&self) -> Vec<usize> {
-        let pieces = self.0.lock().unwrap();
-        let capacity = |piece| capacity_of::<f32>(piece).or(capacity_of::<bf16>(piece));
-        pieces.iter().filter_map(capacity).collect()
+    /// The memory of a bucket that was taken here does not come back.
+    pub(super) fn give_away(&self, piece: &CpuStorage) {
+        let mut pieces = self.lock();
+        pieces.alive_bytes = pieces.alive_bytes.saturating_sub(bytes_of(piece));
+    }
+
+    /// Frees all that is kept.
+    pub(super) fn free(&self) {
+        let mut pieces = self.lock();
+        let alive_bytes = pieces.alive_bytes;
+        let freed = mem::take(&mut *pieces);
+        pieces.alive_bytes = alive_bytes;
+        pieces.most_bytes = alive_bytes;
+        drop(pieces);
+        drop(freed);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Pieces> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Pieces {
+    /// The smallest piece that a bucket fits and fills well.
+    fn take<T: InBuckets>(&mut self, len: usize) -> Option<CpuStorage> {
+        let bytes = len * size_of::<T>();
+        let of_type = self.kept.iter().enumerate();
+        let of_type = of_type.filter(|(_, piece)| is_of::<T>(piece));
+        let fitting = of_type
+            .map(|(at, piece)| (bytes_of(piece), at))
+            .filter(|(room, _)| (bytes..=MOST_ROOM * bytes).contains(room));
+        let (room, at) = fitting.min()?;
+        self.kept_bytes -= room;
+        self.add_alive(room);
+        Some(self.kept.swap_remove(at))
+    }
+
+    /// Counts a new bucket, and takes out the largest pieces for which there is no room beside it.
+    fn make_way(&mut self, bytes: usize) -> Vec<CpuStorage> {
+        self.add_alive(bytes);
+        let mut freed = Vec::new();
+        while self.kept_bytes + self.alive_bytes > self.most_bytes {
+            let pieces = self.kept.iter().enumerate();
+            let Some((at, _)) = pieces.max_by_key(|(_, piece)| bytes_of(piece)) else {
+                break;
+            };
+            let piece = self.kept.swap_remove(at);
+            self.kept_bytes -= bytes_of(&piece);
+            freed.push(piece);
+        }
+        freed
+    }
+
+    fn add_alive(&mut self, bytes: usize) {
+        self.alive_bytes += bytes;
+        self.most_bytes = self.most_bytes.max(self.alive_bytes);
+    }
+
+    fn put(&mut self, piece: CpuStorage) {
+        let bytes = bytes_of(&piece);
+        self.alive_bytes = self.alive_bytes.saturating_sub(bytes);
+        if bytes > 0 {
+            self.kept_bytes += bytes;
+            self.kept.push(piece);
+        }
     }
 }
 
@@ -89,12 +156,17 @@ impl fmt::Debug for Buckets {
     }
 }
 
-/// The elements of this type that memory has room for; `None` for memory of another type.
-fn capacity_of<T: InBuckets>(piece: &CpuStorage) -> Option<usize> {
-    match (piece, <T as Element>::DTYPE) {
-        (CpuStorage::F32(memory), DType::F32) => Some(memory.capacity()),
-        (CpuStorage::BF16(memory), DType::BF16) => Some(memory.capacity()),
-        _ => None,
+/// Whether memory is of this type.
+fn is_of<T: InBuckets>(piece: &CpuStorage) -> bool {
+    T::cpu_storage_as_slice(piece).is_ok()
+}
+
+/// The bytes that memory of a bucket takes.
+fn bytes_of(piece: &CpuStorage) -> usize {
+    match piece {
+        CpuStorage::F32(memory) => memory.capacity() * size_of::<f32>(),
+        CpuStorage::BF16(memory) => memory.capacity() * size_of::<bf16>(),
+        _ => 0,
     }
 }
 
@@ -151,9 +223,7 @@ impl<T: InBuckets> Buffer for Bucket<T> {
 impl<T: InBuckets> Drop for Bucket<T> {
     fn drop(&mut self) {
         let elements = mem::take(&mut self.elements);
-        if elements.capacity() > 0 {
-            self.home.put(T::to_cpu_storage_owned(elements));
-        }
+        self.home.put(T::to_cpu_storage_owned(elements));
     }
 }
 
@@ -161,27 +231,58 @@ impl<T: InBuckets> Drop for Bucket<T> {
 mod tests {
     use super::*;
 
+    fn kept(buckets: &Buckets) -> (usize, usize) {
+        let pieces = buckets.lock();
+        assert_eq!(pieces.alive_bytes, 0);
+        (pieces.kept.len(), pieces.kept_bytes)
+    }
+
     #[test]
-    fn there_are_as_many_pieces_as_buckets_were_alive_at_once_and_none_is_too_large() {
+    fn no_more_is_kept_than_buckets_took_at_once_whatever_their_lengths() {
         let buckets = Buckets::default();
         for round in 0..50 {
-            for len in [700, 300, 1000, 500, 900, 100].map(|len| len + round) {
+            for len in [700, 300, 1000, 500, 900, 100, 5000].map(|len| len + round) {
                 let whole = buckets.take::<f32>(len);
                 let next = buckets.take_zeros::<f32>(len / 2);
                 let narrow = buckets.take::<bf16>(len);
                 assert_eq!((whole.len(), next.len(), narrow.len()), (len, len / 2, len));
             }
-            let kept = buckets.kept();
-            assert_eq!(kept.len(), 3);
-            assert!(kept.iter().all(|&room| room <= 1000 + round), "{kept:?}");
+            let most = (5000 + round) * 8;
+            assert!(kept(&buckets).1 <= most, "{:?}", kept(&buckets));
+        }
+        buckets.free();
+        assert_eq!(kept(&buckets), (0, 0));
+    }
+
+    #[test]
+    fn lengths_that_come_again_and_again_find_their_memory() {
+        let buckets = Buckets::default();
+        let place = |bucket: &Bucket<f32>| bucket.elements.as_ptr().addr();
+        // A large bucket beside small ones, as an embedding beside layers; a backward has more of
+        // them at once than a forward.
+        let backward = || {
+            let all = [3000, 1000, 1000, 1000].map(|len| buckets.take_zeros::<f32>(len));
+            all.each_ref().map(place)
+        };
+        let forward = || {
+            let (large, small) = (buckets.take::<f32>(3000), buckets.take::<f32>(1000));
+            let places = [place(&large), place(&small)];
+            drop(large);
+            let others = [(); 2].map(|()| buckets.take::<f32>(1000));
+            [places, others.each_ref().map(place)].concat()
+        };
+        let known = backward();
+        for _ in 0..3 {
+            assert!(forward().iter().all(|place| known.contains(place)));
+            assert!(backward().iter().all(|place| known.contains(place)));
         }
     }
 
     #[test]
-    fn memory_serves_smaller_buckets_and_then_its_own_length_again() {
+    fn memory_serves_somewhat_shorter_buckets_and_then_its_own_length_again() {
         let buckets = Buckets::default();
         let place = || {
-            [1000, 10, 999, 1000].map(|len| {
+            [1000, 500, 999, 1000].map(|len| {
                 let mut bucket = buckets.take_zeros::<f32>(len);
                 bucket.write(&mut |bytes| {
                     assert!(bytes.len() == 4 * len && bytes.iter().all(|byte| *byte == 0));
@@ -192,22 +293,21 @@ mod tests {
         };
         let places = place();
         assert_eq!((places, place()), ([places[0]; 4], places));
+        drop(buckets.take::<f32>(499));
+        assert_eq!(kept(&buckets), (1, 4 * 499), "half of it would stay empty");
     }
 
     #[test]
-    fn a_bucket_without_elements_leaves_nothing_behind() {
+    fn what_does_not_come_back_is_not_counted_any_more() {
         let buckets = Buckets::default();
         drop(buckets.take::<f32>(0));
+        assert_eq!(kept(&buckets), (0, 0));
         let (elements, home) = into_elements::<f32>(Box::new(buckets.take::<f32>(5))).unwrap();
-        assert_eq!((elements.len(), buckets.kept()), (5, vec![]));
-        home.unwrap().put(CpuStorage::F32(elements));
-        assert_eq!(buckets.kept(), [5]);
+        let (home, piece) = (home.unwrap(), CpuStorage::F32(elements));
+        home.give_away(&piece);
+        assert_eq!(kept(&buckets), (0, 0));
         // Memory that came from elsewhere is freed, or it would pile up.
-        assert!(
-            into_elements::<f32>(Box::new(vec![1.0_f32]))
-                .unwrap()
-                .1
-                .is_none()
-        );
+        let elsewhere = into_elements::<f32>(Box::new(vec![1.0_f32]));
+        assert!(elsewhere.unwrap().1.is_none());
     }
 }

@@ -95,6 +95,9 @@ impl Root {
                 .take()
                 .expect("a tensor or the allocation has the elements");
             let len = storage_len(&storage);
+            if let Some(Home::Buckets(buckets)) = &self.home {
+                buckets.give_away(&storage);
+            }
             Tensor::from_storage(Storage::Cpu(storage), len, BackpropOp::none(), false)
         })
     }
