@@ -6,8 +6,10 @@ use crate::Element;
 /// Memory of fewer bytes is not worth a system call.
 const LEAST_BYTES: usize = 4 << 20;
 
-/// Zeroed elements. The first touch of each page costs a fault, and of large pages there are few:
-/// a buffer that is new in every operation then costs a third.
+/// Makes `len` zeroed elements in host memory, on large pages where the system has them.
+///
+/// The first touch of each page costs a fault, and of large pages there are few: a buffer that is
+/// new in every operation then costs a third.
 pub fn zeroed<T: Element>(len: usize) -> Vec<T> {
     let mut elements = bytemuck::zeroed_vec::<T>(len);
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut elements);

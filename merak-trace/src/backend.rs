@@ -296,8 +296,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
         self.grad_buffer(DType::F32, len)
     }
 
-    /// Frees memory that is kept for later buckets, behind a time in which there were more than
-    /// usual.
+    /// Frees the memory that is kept for later buckets. Its caller had more buckets at once than
+    /// those to come.
     fn free_buckets(&self) {}
 
     /// Copies parts of a flat `f32` buffer, end to end, into a buffer of its own where the values

@@ -526,7 +526,7 @@ mod tests {
                 let values = backend.param_values(&params, &[0, 2], all).unwrap();
                 let [other, own] = values.try_into().unwrap();
                 drop(other);
-                // Other nodes read the rest of the memory, of which this is the last part.
+                // The last value over the memory is no whole of it.
                 let copy = backend.into_buffer(own).unwrap();
                 assert_eq!(into_vec::<f32>(copy).unwrap(), [1.0, 2.0]);
             }

@@ -16,7 +16,7 @@ pub(super) trait InBuckets: Scalar {}
 impl InBuckets for f32 {}
 impl InBuckets for bf16 {}
 
-/// A piece is at most as many times as large as a bucket that it serves.
+/// A piece has at most this many times the bytes of a bucket that it serves.
 const MOST_ROOM: usize = 2;
 
 /// Memory of freed buckets.
@@ -40,24 +40,21 @@ struct Pieces {
 impl Buckets {
     /// A bucket of `len` elements with unspecified contents.
     pub(super) fn take<T: InBuckets>(&self, len: usize) -> Bucket<T> {
-        let kept = self.take_kept::<T>(len).map(|mut kept| {
-            kept.resize(len, T::zero());
-            kept
-        });
-        self.bucket(kept, len)
+        self.bucket(len, |_| ())
     }
 
     /// A bucket of zeros.
     pub(super) fn take_zeros<T: InBuckets>(&self, len: usize) -> Bucket<T> {
+        self.bucket(len, Vec::clear)
+    }
+
+    /// A bucket in memory that is kept, which `prepare` sees first, or in new memory of zeros.
+    fn bucket<T: InBuckets>(&self, len: usize, prepare: impl FnOnce(&mut Vec<T>)) -> Bucket<T> {
         let kept = self.take_kept::<T>(len).map(|mut kept| {
-            kept.clear();
+            prepare(&mut kept);
             kept.resize(len, T::zero());
             kept
         });
-        self.bucket(kept, len)
-    }
-
-    fn bucket<T: InBuckets>(&self, kept: Option<Vec<T>>, len: usize) -> Bucket<T> {
         Bucket {
             elements: kept.unwrap_or_else(|| zeroed(len)),
             home: self.clone(),

@@ -56,7 +56,6 @@ struct Root {
 }
 
 /// Where memory goes back to.
-#[derive(Clone)]
 enum Home {
     /// Any value may have it next.
     Pool(Pool),
