@@ -56,8 +56,8 @@ pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
                     threads.for_each(groups, |(cols, out)| {
                         pack_right(simd, b.sub_cols(cols.start, cols.len()), width, out);
                     });
-                    threads.for_each(shares.of(out, width), |([share, panel], mut out)| {
-                        let strips = shares.strips(strips, share);
+                    threads.for_each(shares.of(out, width), |([strip, panel], mut out)| {
+                        let strip = shares.strip(strips, strip);
                         let panels = (&packed[panel * panel_len..], panel_len);
                         let start = start.columns(panel * width, out.cols());
                         simd.vectorize(Body(
@@ -65,7 +65,7 @@ pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
                             || {
                                 let out = out.reborrow();
                                 multiply_share::<S, T, STRIP>(
-                                    simd, order, alpha, strips, panels, start, out,
+                                    simd, order, alpha, strip, panels, start, out,
                                 );
                             },
                         ));
@@ -87,36 +87,34 @@ fn multiply_share<S: Isa, T: Float, const STRIP: usize>(
     simd: S,
     order: Order,
     alpha: T,
-    strips: &[T],
+    strip: &[T],
     (panels, panel_len): (&[T], usize),
     start: Start<'_, T>,
-    out: MatMut<'_, T>,
+    mut out: MatMut<'_, T>,
 ) {
-    for (strip, mut out) in strips.chunks(STRIP * ROW).zip(out.row_blocks(STRIP)) {
-        let width = columns::<S, T>();
-        for (j, panel) in panels.chunks(panel_len).enumerate() {
-            let cols = j * width..out.cols().min((j + 1) * width);
-            if cols.is_empty() {
-                break;
-            }
-            let mut tile = Tile::<S, T, STRIP> {
-                simd,
-                order,
-                alpha,
-                strip,
-                panel,
-                start: start.columns(cols.start, cols.len()),
-                cols,
-                out: out.reborrow(),
-            };
-            // The rows left at the lower edge are computed in smaller groups.
-            let mut row = 0;
-            row = tile.rows::<STRIP>(row);
-            row = tile.rows::<8>(row);
-            row = tile.rows::<4>(row);
-            row = tile.rows::<2>(row);
-            tile.rows::<1>(row);
+    let width = columns::<S, T>();
+    for (j, panel) in panels.chunks(panel_len).enumerate() {
+        let cols = j * width..out.cols().min((j + 1) * width);
+        if cols.is_empty() {
+            break;
         }
+        let mut tile = Tile::<S, T, STRIP> {
+            simd,
+            order,
+            alpha,
+            strip,
+            panel,
+            start: start.columns(cols.start, cols.len()),
+            cols,
+            out: out.reborrow(),
+        };
+        // The rows left at the lower edge are computed in smaller groups.
+        let mut row = 0;
+        row = tile.rows::<STRIP>(row);
+        row = tile.rows::<8>(row);
+        row = tile.rows::<4>(row);
+        row = tile.rows::<2>(row);
+        tile.rows::<1>(row);
     }
 }
 

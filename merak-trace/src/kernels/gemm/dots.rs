@@ -92,12 +92,12 @@ pub(super) fn product<A: Halves, W: Halves>(
                             out,
                         });
                     });
-                    threads.for_each(shares.of(out, WIDTH), |([share, panel], out)| {
+                    threads.for_each(shares.of(out, WIDTH), |([strip, panel], out)| {
                         simd.vectorize(Share {
                             simd,
                             order,
                             alpha,
-                            strips: shares.strips(strips, share),
+                            strip: shares.strip(strips, strip),
                             panels: &packed[panel * panel_len..],
                             panel_len,
                             start: start.columns(panel * WIDTH, out.cols()),
@@ -174,12 +174,12 @@ impl<W: Halves> NullaryFnOnce for PackRight<'_, W> {
     }
 }
 
-/// A share of the output, with the packed strips and panels from its first ones on.
+/// A share of the output, with its packed strip, and the packed panels from its first one on.
 struct Share<'a> {
     simd: Pairs,
     order: Order,
     alpha: f32,
-    strips: &'a [u32],
+    strip: &'a [u32],
     panels: &'a [u32],
     panel_len: usize,
     start: Start<'a, f32>,
@@ -195,43 +195,34 @@ impl NullaryFnOnce for Share<'_> {
             simd,
             order,
             alpha,
-            strips,
+            strip,
             panels,
             panel_len,
             start,
             mut out,
         } = self;
-        let num_rows = out.rows();
-        let strips = strips
-            .chunks_exact(STRIP * ROW)
-            .take(num_rows.div_ceil(STRIP));
-        for (i, strip) in strips.enumerate() {
-            let rows = STRIP.min(num_rows - i * STRIP);
-            let panels = panels
-                .chunks_exact(panel_len)
-                .take(out.cols().div_ceil(WIDTH));
-            for (j, panel) in panels.enumerate() {
-                let cols = j * WIDTH..out.cols().min((j + 1) * WIDTH);
-                let mut tile = Tile {
-                    simd,
-                    order,
-                    alpha,
-                    strip,
-                    panel,
-                    start: start.columns(cols.start, cols.len()),
-                    cols,
-                    first: i * STRIP,
-                    rows,
-                    out: out.reborrow(),
-                };
-                // The rows left at the lower edge are computed in smaller groups.
-                let mut row = 0;
-                row = tile.rows::<STRIP>(row);
-                row = tile.rows::<8>(row);
-                row = tile.rows::<4>(row);
-                row = tile.rows::<2>(row);
-                tile.rows::<1>(row);
-            }
+        let panels = panels
+            .chunks_exact(panel_len)
+            .take(out.cols().div_ceil(WIDTH));
+        for (j, panel) in panels.enumerate() {
+            let cols = j * WIDTH..out.cols().min((j + 1) * WIDTH);
+            let mut tile = Tile {
+                simd,
+                order,
+                alpha,
+                strip,
+                panel,
+                start: start.columns(cols.start, cols.len()),
+                cols,
+                out: out.reborrow(),
+            };
+            // The rows left at the lower edge are computed in smaller groups.
+            let mut row = 0;
+            row = tile.rows::<STRIP>(row);
+            row = tile.rows::<8>(row);
+            row = tile.rows::<4>(row);
+            row = tile.rows::<2>(row);
+            tile.rows::<1>(row);
         }
     }
 }
@@ -245,8 +236,6 @@ struct Tile<'a> {
     panel: &'a [u32],
     start: Start<'a, f32>,
     cols: Range<usize>,
-    first: usize,
-    rows: usize,
     out: MatMut<'a, f32>,
 }
 
@@ -254,9 +243,8 @@ impl Tile<'_> {
     /// Computes whole groups of R rows from `row` on; returns the next row.
     #[inline(always)]
     fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
-        while row + R <= self.rows {
-            let first = self.first + row;
-            prefetch_tile(&mut self.out, first..first + R, &self.cols);
+        while row + R <= self.out.rows() {
+            prefetch_tile(&mut self.out, row..row + R, &self.cols);
             let (panel, _) = pulp::as_arrays::<WIDTH, _>(self.panel);
             let panel = &panel[..panel.len().min(DEPTH / 2)];
             let sums: [_; R] = match self.order {
@@ -272,7 +260,7 @@ impl Tile<'_> {
                 }
             };
             for (i, sums) in sums.iter().enumerate() {
-                let out = &mut self.out.row_mut(first + i)[self.cols.clone()];
+                let out = &mut self.out.row_mut(row + i)[self.cols.clone()];
                 finish::<V4, f32>(self.simd.wide, self.alpha, sums, self.start, out);
             }
             row += R;
