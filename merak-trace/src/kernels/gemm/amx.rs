@@ -20,13 +20,11 @@
     reason = "packing and writing use registers only where they are inlined into their dispatch"
 )]
 
-use std::ops::Range;
-
-use pulp::{f32x16, x86::V4};
+use pulp::x86::V4;
 
 use super::super::{MatMut, MatRef, Threads, Units, simd::Body};
 use super::prefetch::prefetch_tile;
-use super::tile::finish;
+use super::tile::write;
 use super::{Operand, Start, Write, depths, gemm_inline};
 use pack::{GROUP, LINES, Layout, MAX_PANELS, Parts, group_len, pack};
 use tiles::{Sums, Tiles};
@@ -214,75 +212,25 @@ where
                 (&*strips, finite)
             };
             let strips = strips.chunks_exact(panel_len).zip(finite_strips);
-            for (i, ((strip, finite), mut out)) in strips.zip(out.row_blocks(LINES)).enumerate() {
+            for (i, ((strip, finite), out)) in strips.zip(out.row_blocks(LINES)).enumerate() {
                 let a = a.sub_rows(i * LINES, out.rows());
                 let panels = panels.chunks_exact(panel_len).zip(finite_panels);
-                for (j, (panel, finite_panel)) in panels.enumerate() {
-                    let cols = j * LINES..out.cols().min((j + 1) * LINES);
-                    let start = self.start.columns(cols.start, cols.len());
+                let tiles_of_row = panels.zip(out.col_blocks(LINES)).enumerate();
+                for (j, ((panel, finite_panel), mut out)) in tiles_of_row {
+                    let start = self.start.columns(j * LINES, out.cols());
                     if finite && finite_panel {
-                        prefetch_tile(&mut out, 0..a.rows(), &cols);
+                        prefetch_tile(&mut out);
                         tiles.multiply::<PARTS>(strip, panel, &mut sums);
-                        write_tile(simd.wide(), alpha, &sums, start, (&mut out, cols));
+                        write::<V4, f32, _>(simd.wide(), alpha, sums.rows(), start, out);
                     } else {
-                        let b = self.b.sub_cols(cols.start, cols.len());
+                        let b = self.b.sub_cols(j * LINES, out.cols());
                         W::with_wide(self.threads, b, |b| {
-                            multiply_in_f32(alpha, (a, b), start, (&mut out, cols));
+                            multiply_in_f32(alpha, (a, b), start, out);
                         });
                     }
                 }
             }
         }
-    }
-}
-
-/// Writes a tile of the output.
-#[inline(always)]
-fn write_tile(
-    simd: V4,
-    alpha: f32,
-    sums: &Sums,
-    start: Start<'_, f32>,
-    (out, cols): (&mut MatMut<'_, f32>, Range<usize>),
-) {
-    if cols.len() < LINES {
-        for (row, sums) in (0..out.rows()).zip(sums.rows()) {
-            let out = &mut out.row_mut(row)[cols.clone()];
-            finish::<V4, f32>(simd, alpha, sums, start, out);
-        }
-        return;
-    }
-    // What differs is asked for once, not for each row.
-    let out = (out, cols.start);
-    let zero = simd.splat_f32x16(0.0);
-    match start {
-        Start::Zero => write_rows(simd, alpha, sums, out, |_| [zero; 2]),
-        Start::Output => write_rows(simd, alpha, sums, out, |out| *out),
-        Start::Row(row) => {
-            let row: &[f32; LINES] = row.first_chunk().expect("the tile has all columns");
-            write_rows(simd, alpha, sums, out, |_| bytemuck::cast(*row));
-        }
-    }
-}
-
-/// Writes a tile that has all columns, each row from a start that may depend on what is there.
-#[inline(always)]
-fn write_rows(
-    simd: V4,
-    alpha: f32,
-    sums: &Sums,
-    (out, col): (&mut MatMut<'_, f32>, usize),
-    start: impl Fn(&[f32x16; 2]) -> [f32x16; 2],
-) {
-    let alpha = simd.splat_f32x16(alpha);
-    for (row, [first, second]) in (0..out.rows()).zip(sums.rows()) {
-        let out: &mut [f32; LINES] = out.row_mut(row)[col..]
-            .first_chunk_mut()
-            .expect("the tile has all columns");
-        let out: &mut [f32x16; 2] = bytemuck::cast_mut(out);
-        let start = start(out);
-        out[0] = simd.mul_add_f32x16(*first, alpha, start[0]);
-        out[1] = simd.mul_add_f32x16(*second, alpha, start[1]);
     }
 }
 
@@ -292,17 +240,15 @@ fn multiply_in_f32(
     alpha: f32,
     (a, b): (MatRef<'_, f32>, MatRef<'_, f32>),
     start: Start<'_, f32>,
-    (out, cols): (&mut MatMut<'_, f32>, Range<usize>),
+    mut out: MatMut<'_, f32>,
 ) {
     if let Start::Row(row) = start {
-        (0..out.rows()).for_each(|i| out.row_mut(i)[cols.clone()].copy_from_slice(row));
+        (0..out.rows()).for_each(|i| out.row_mut(i).copy_from_slice(row));
     }
     let write = match start {
         Start::Zero => Write::Replace,
         Start::Output | Start::Row(_) => Write::Add,
     };
-    let (_, out) = out.reborrow().split_cols(cols.start);
-    let (out, _) = out.split_cols(cols.len());
     gemm_inline(alpha, a, b, write, out);
 }
 

@@ -13,14 +13,12 @@
     reason = "a tile stays in registers only where it is inlined into its dispatch"
 )]
 
-use std::ops::Range;
-
 use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
 use super::pack::{Order, ROW, pack_left, pack_right};
 use super::prefetch::prefetch_tile;
 use super::shares::{Shares, panel_groups};
-use super::tile::{DEPTH, finish, multiply};
-use super::{Isa, Lanes, Operand, Start, depths};
+use super::tile::{DEPTH, columns, multiply, write};
+use super::{Isa, Operand, Start, depths};
 
 /// Whether packing pays: an operand is copied once and used once per row or column of the other.
 pub(super) fn pays(m: usize, k: usize, n: usize) -> bool {
@@ -90,23 +88,19 @@ fn multiply_share<S: Isa, T: Float, const STRIP: usize>(
     strip: &[T],
     (panels, panel_len): (&[T], usize),
     start: Start<'_, T>,
-    mut out: MatMut<'_, T>,
+    out: MatMut<'_, T>,
 ) {
     let width = columns::<S, T>();
-    for (j, panel) in panels.chunks(panel_len).enumerate() {
-        let cols = j * width..out.cols().min((j + 1) * width);
-        if cols.is_empty() {
-            break;
-        }
+    let panels = panels.chunks_exact(panel_len);
+    for (j, (panel, out)) in panels.zip(out.col_blocks(width)).enumerate() {
         let mut tile = Tile::<S, T, STRIP> {
             simd,
             order,
             alpha,
             strip,
             panel,
-            start: start.columns(cols.start, cols.len()),
-            cols,
-            out: out.reborrow(),
+            start: start.columns(j * width, out.cols()),
+            out,
         };
         // The rows left at the lower edge are computed in smaller groups.
         let mut row = 0;
@@ -118,12 +112,6 @@ fn multiply_share<S: Isa, T: Float, const STRIP: usize>(
     }
 }
 
-/// Columns of a panel.
-#[inline(always)]
-fn columns<S: Isa, T: Lanes>() -> usize {
-    2 * size_of::<T::Register<S>>() / size_of::<T>()
-}
-
 /// A strip times a panel.
 struct Tile<'a, S, T, const STRIP: usize> {
     simd: S,
@@ -132,7 +120,6 @@ struct Tile<'a, S, T, const STRIP: usize> {
     strip: &'a [T],
     panel: &'a [T],
     start: Start<'a, T>,
-    cols: Range<usize>,
     out: MatMut<'a, T>,
 }
 
@@ -141,13 +128,12 @@ impl<S: Isa, T: Float, const STRIP: usize> Tile<'_, S, T, STRIP> {
     #[inline(always)]
     fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
         while row + R <= self.out.rows() {
-            prefetch_tile(&mut self.out, row..row + R, &self.cols);
+            let (_, out) = self.out.reborrow().split_rows(row);
+            let (mut out, _) = out.split_rows(R);
+            prefetch_tile(&mut out);
             let strip = &self.strip[self.order.offset(row)..];
             let sums = multiply::<S, T, STRIP, R>(self.simd, self.order, strip, self.panel);
-            for (i, sums) in sums.iter().enumerate() {
-                let out = &mut self.out.row_mut(row + i)[self.cols.clone()];
-                finish::<S, T>(self.simd, self.alpha, sums, self.start, out);
-            }
+            write::<S, T, _>(self.simd, self.alpha, &sums, self.start, out);
             row += R;
         }
         row

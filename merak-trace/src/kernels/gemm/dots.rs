@@ -20,7 +20,7 @@ use super::pack::turn_square;
 use super::pairs::{PAIRED, Pairs};
 use super::prefetch::{prefetch_along, prefetch_below, prefetch_tile};
 use super::shares::{Shares, panel_groups};
-use super::tile::{STRIP, finish};
+use super::tile::{STRIP, write};
 use super::{Start, depths};
 
 /// Elements along k that are multiplied before the sums are written.
@@ -199,22 +199,18 @@ impl NullaryFnOnce for Share<'_> {
             panels,
             panel_len,
             start,
-            mut out,
+            out,
         } = self;
-        let panels = panels
-            .chunks_exact(panel_len)
-            .take(out.cols().div_ceil(WIDTH));
-        for (j, panel) in panels.enumerate() {
-            let cols = j * WIDTH..out.cols().min((j + 1) * WIDTH);
+        let panels = panels.chunks_exact(panel_len);
+        for (j, (panel, out)) in panels.zip(out.col_blocks(WIDTH)).enumerate() {
             let mut tile = Tile {
                 simd,
                 order,
                 alpha,
                 strip,
                 panel,
-                start: start.columns(cols.start, cols.len()),
-                cols,
-                out: out.reborrow(),
+                start: start.columns(j * WIDTH, out.cols()),
+                out,
             };
             // The rows left at the lower edge are computed in smaller groups.
             let mut row = 0;
@@ -235,7 +231,6 @@ struct Tile<'a> {
     strip: &'a [u32],
     panel: &'a [u32],
     start: Start<'a, f32>,
-    cols: Range<usize>,
     out: MatMut<'a, f32>,
 }
 
@@ -244,7 +239,9 @@ impl Tile<'_> {
     #[inline(always)]
     fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
         while row + R <= self.out.rows() {
-            prefetch_tile(&mut self.out, row..row + R, &self.cols);
+            let (_, out) = self.out.reborrow().split_rows(row);
+            let (mut out, _) = out.split_rows(R);
+            prefetch_tile(&mut out);
             let (panel, _) = pulp::as_arrays::<WIDTH, _>(self.panel);
             let panel = &panel[..panel.len().min(DEPTH / 2)];
             let sums: [_; R] = match self.order {
@@ -259,10 +256,7 @@ impl Tile<'_> {
                     sums(self.simd, panel, |k, row| columns[k][row])
                 }
             };
-            for (i, sums) in sums.iter().enumerate() {
-                let out = &mut self.out.row_mut(row + i)[self.cols.clone()];
-                finish::<V4, f32>(self.simd.wide, self.alpha, sums, self.start, out);
-            }
+            write::<V4, f32, _>(self.simd.wide, self.alpha, &sums, self.start, out);
             row += R;
         }
         row

@@ -5,10 +5,7 @@
 )]
 #![expect(unsafe_code, reason = "a hint to the processor's caches")]
 
-use std::{
-    arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch},
-    ops::Range,
-};
+use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
 
 use super::super::{Float, MatMut, MatRef};
 
@@ -50,14 +47,10 @@ pub(super) fn prefetch_below<T: Copy>(lines: &MatRef<'_, T>, line: &[T], element
 
 /// Asks for a tile of an output, as far as the second-level cache, while its sums are computed.
 #[inline(always)]
-pub(super) fn prefetch_tile<T: Float>(
-    out: &mut MatMut<'_, T>,
-    rows: Range<usize>,
-    cols: &Range<usize>,
-) {
+pub(super) fn prefetch_tile<T: Float>(out: &mut MatMut<'_, T>) {
     const CACHE_LINE: usize = 64;
-    for row in rows {
-        for line in out.row_mut(row)[cols.clone()].chunks(CACHE_LINE / size_of::<T>()) {
+    for row in 0..out.rows() {
+        for line in out.row_mut(row).chunks(CACHE_LINE / size_of::<T>()) {
             // SAFETY: a prefetch reads nothing that the program sees, whatever the address is.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
         }

@@ -4,7 +4,7 @@
     reason = "a tile stays in registers only where it is inlined into its dispatch"
 )]
 
-use super::super::Float;
+use super::super::{Float, MatMut};
 use super::pack::{Order, ROW};
 use super::{Isa, Lanes, Start};
 
@@ -61,44 +61,79 @@ fn sum<S: Isa, T: Float, const R: usize>(
     sums
 }
 
-/// Writes `alpha * sums + start` to a row of the output, which may end within the tile.
+/// Columns of a tile.
 #[inline(always)]
-pub(super) fn finish<S: Isa, T: Float>(
+pub(super) fn columns<S: Isa, T: Lanes>() -> usize {
+    2 * size_of::<T::Register<S>>() / size_of::<T>()
+}
+
+/// Writes `alpha * sums + start` to a tile of the output, which may have fewer columns than sums.
+#[inline(always)]
+pub(super) fn write<S: Isa, T: Float, const R: usize>(
     simd: S,
     alpha: T,
-    sums: &[T::Register<S>; 2],
+    sums: &Sums<S, T, R>,
     start: Start<'_, T>,
-    out: &mut [T],
+    out: MatMut<'_, T>,
 ) {
-    let width = 2 * size_of::<T::Register<S>>() / size_of::<T>();
-    if out.len() < width {
+    if out.cols() < columns::<S, T>() {
+        // A copy for the loops of this rare case, so that whole tiles are written without a loop.
+        let sums = std::hint::black_box(*sums);
+        return write_edge::<S, T>(alpha, &sums, start, out);
+    }
+    // `black_box` keeps alpha out of the registers while the sums need them all.
+    let alpha = T::splat(simd, std::hint::black_box(alpha));
+    // What differs is asked for once, not for each row.
+    match start {
+        Start::Zero => {
+            let zeros = [T::splat(simd, T::ZERO); 2];
+            write_rows(simd, alpha, sums, |_| zeros, out);
+        }
+        Start::Output => write_rows(simd, alpha, sums, |out| *out, out),
+        Start::Row(row) => {
+            let row = *T::registers::<S>(row).first_chunk().expect(ALL_COLUMNS);
+            write_rows(simd, alpha, sums, |_| row, out);
+        }
+    }
+}
+
+const ALL_COLUMNS: &str = "the tile has all columns";
+
+/// Writes rows that have all columns, each from a start that may depend on what is there.
+#[inline(always)]
+fn write_rows<S: Isa, T: Float, const R: usize>(
+    simd: S,
+    alpha: T::Register<S>,
+    sums: &Sums<S, T, R>,
+    start: impl Fn(&[T::Register<S>; 2]) -> [T::Register<S>; 2],
+    mut out: MatMut<'_, T>,
+) {
+    for (row, &[first, second]) in (0..out.rows()).zip(sums) {
+        let out = T::registers_mut::<S>(out.row_mut(row));
+        let out = out.first_chunk_mut().expect(ALL_COLUMNS);
+        let start = start(out);
+        out[0] = T::mul_add(simd, first, alpha, start[0]);
+        out[1] = T::mul_add(simd, second, alpha, start[1]);
+    }
+}
+
+/// Writes rows that end within the tile.
+#[inline(always)]
+fn write_edge<S: Isa, T: Float>(
+    alpha: T,
+    sums: &[[T::Register<S>; 2]],
+    start: Start<'_, T>,
+    mut out: MatMut<'_, T>,
+) {
+    for (row, sums) in (0..out.rows()).zip(sums) {
         let sums: &[T] = bytemuck::cast_slice(sums);
-        for (j, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
+        for (j, (out, sum)) in out.row_mut(row).iter_mut().zip(sums).enumerate() {
             let start = match start {
                 Start::Zero => T::ZERO,
                 Start::Output => *out,
                 Start::Row(row) => row[j],
             };
             *out = sum.fma(alpha, start);
-        }
-        return;
-    }
-    // `black_box` keeps alpha out of the registers while the sums need them all.
-    let alpha = T::splat(simd, std::hint::black_box(alpha));
-    let out = T::registers_mut::<S>(out);
-    let mut add = |register: usize, start| {
-        out[register] = T::mul_add(simd, sums[register], alpha, start);
-    };
-    match start {
-        Start::Zero => (0..2).for_each(|i| add(i, T::splat(simd, T::ZERO))),
-        Start::Output => {
-            for (out, &sum) in out.iter_mut().zip(sums) {
-                *out = T::mul_add(simd, sum, alpha, *out);
-            }
-        }
-        Start::Row(row) => {
-            let row = T::registers::<S>(row);
-            (0..2).for_each(|i| add(i, row[i]));
         }
     }
 }
