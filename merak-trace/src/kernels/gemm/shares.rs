@@ -1,8 +1,9 @@
 //! How threads share a product, whose operands are packed for all of them.
 //!
-//! A share is a strip of rows. A thread has about the same rows in every product with as many rows,
-//! as in the kernels that work row by row, so it finds in its own cache what it wrote before. One
-//! that is done early takes over strips of others. Columns are shared where the rows are too few.
+//! A share is a strip of rows, or a part of one where strips are few. A thread has about the same
+//! rows in every product with as many rows, as in the kernels that work row by row, so it finds in
+//! its own cache what it wrote before. One that is done early takes over shares of others. Each
+//! thread has columns of its own where the rows are too few.
 
 use std::ops::Range;
 
@@ -10,6 +11,14 @@ use super::super::{Float, MatMut};
 
 /// Fewest rows of each thread: with fewer, all threads would read each panel for a strip or two.
 const LEAST_ROWS: usize = 28;
+
+/// Fewest shares of each thread, if there are as many tiles: with fewer, threads that have a share
+/// more or less than others would wait.
+const LEAST_SHARES: usize = 16;
+
+/// Most groups of panels of each thread, and most panels of a smaller group.
+const PANEL_GROUPS: usize = 4;
+const FEW_PANELS: usize = 2;
 
 /// Most strips of a left operand that are packed together, as neighbours share a cache line and a
 /// page.
@@ -61,16 +70,10 @@ impl Shares {
     /// thread has as many.
     pub(super) fn groups<T>(
         self,
-        mut packed: &mut [T],
+        packed: &mut [T],
     ) -> impl Iterator<Item = (Range<usize>, &mut [T])> {
-        let (strips, most) = (self.strips(), GROUP * self.num_threads);
-        let groups = strips.div_ceil(most) * self.num_threads;
-        (0..groups).map(move |group| {
-            let [first, end] = [group, group + 1].map(|group| group * strips / groups);
-            let out = packed.split_off_mut(..(end - first) * self.strip_len);
-            let rows = first * self.strip..self.rows.min(end * self.strip);
-            (rows, out.unwrap_or_default())
-        })
+        let groups = self.strips().div_ceil(GROUP * self.num_threads) * self.num_threads;
+        cut(self.rows, groups, (self.strip, self.strip_len), packed)
     }
 
     /// Panels of a block of columns: at most `most` for each share, and blocks of equal size.
@@ -87,30 +90,46 @@ impl Shares {
         width: usize,
     ) -> impl Iterator<Item = ([usize; 2], MatMut<'_, T>)> {
         let each = block.cols().div_ceil(width).div_ceil(self.across).max(1);
+        let cuts = (LEAST_SHARES * self.num_threads).div_ceil(self.strips().max(1) * self.across);
+        let panels = each.div_ceil(cuts);
         let parts = block.col_blocks(each * width).enumerate();
         parts.flat_map(move |(j, part)| {
             let strips = part.row_blocks(self.strip).enumerate();
-            strips.map(move |(i, out)| ([i, j * each], out))
+            strips.flat_map(move |(i, strip)| {
+                let shares = strip.col_blocks(panels * width).enumerate();
+                shares.map(move |(k, out)| ([i, j * each + k * panels], out))
+            })
         })
     }
 }
 
 /// Groups of panels of a block of columns, with their columns: the unit in which a right operand is
-/// packed. A panel has `width` columns and `panel_len` packed elements.
+/// packed. Each thread has as many. A panel has `width` columns and `panel_len` packed elements.
 pub(super) fn panel_groups<T>(
     cols: usize,
     num_threads: usize,
     (width, panel_len): (usize, usize),
     packed: &mut [T],
 ) -> impl Iterator<Item = (Range<usize>, &mut [T])> {
-    // Several for each thread, of two panels at least, as neighbours share a page.
-    let each = cols.div_ceil(width).div_ceil(4 * num_threads).max(2);
-    let starts = (0..cols).step_by(each * width);
-    let groups = starts.zip(packed.chunks_mut(each * panel_len));
-    groups.map(move |(start, out)| {
-        let cols = start..cols.min(start + each * width);
-        let len = cols.len().div_ceil(width) * panel_len;
-        (cols, &mut out[..len])
+    let each = cols.div_ceil(width).div_ceil(num_threads);
+    let groups = each.div_ceil(FEW_PANELS).min(PANEL_GROUPS) * num_threads;
+    cut(cols, groups, (width, panel_len), packed)
+}
+
+/// Cuts lines into groups of about as many pieces of `size` lines, with the memory in which each
+/// piece takes `len` packed elements.
+fn cut<T>(
+    lines: usize,
+    groups: usize,
+    (size, len): (usize, usize),
+    mut packed: &mut [T],
+) -> impl Iterator<Item = (Range<usize>, &mut [T])> {
+    let pieces = lines.div_ceil(size);
+    (0..groups).map(move |group| {
+        let [first, end] = [group, group + 1].map(|group| group * pieces / groups);
+        let out = packed.split_off_mut(..(end - first) * len);
+        let lines = first * size..lines.min(end * size);
+        (lines, out.unwrap_or_default())
     })
 }
 
@@ -124,18 +143,18 @@ mod tests {
     #[test]
     fn every_row_and_column_is_in_one_share_for_any_number_of_threads() {
         for num_threads in [1, 2, 3, 16] {
-            for (rows, cols) in [(48, 32), (512, 100), (513, 64), (2048, 33)] {
+            for (rows, cols) in [(48, 32), (57, 300), (512, 100), (513, 64), (2048, 33)] {
                 let shares = Shares::new(rows, num_threads, (STRIP, ROW));
                 let mut seen = vec![0.0_f32; rows * cols];
                 let out = MatMut::new(&mut seen, rows, cols);
                 for ([strip, panel], mut out) in shares.of(out, 32) {
                     for i in 0..out.rows() {
                         for (j, x) in out.row_mut(i).iter_mut().enumerate() {
-                            *x += ((strip * STRIP + i) * cols + panel * 32 + j) as f32;
+                            *x += ((strip * STRIP + i) * cols + panel * 32 + j + 1) as f32;
                         }
                     }
                 }
-                let each_once = seen.iter().enumerate().all(|(i, &x)| x == i as f32);
+                let each_once = seen.iter().zip(1..).all(|(&x, i)| x == i as f32);
                 assert!(each_once, "{rows} {cols} {num_threads}");
             }
         }
@@ -166,8 +185,8 @@ mod tests {
     }
 
     #[test]
-    fn panels_are_packed_once_by_all_threads() {
-        for (cols, num_threads) in [(32_usize, 4), (100, 2), (512, 3), (2048, 2)] {
+    fn panels_are_packed_once_and_threads_have_as_many() {
+        for (cols, num_threads) in [(32_usize, 4), (100, 2), (192, 2), (512, 3), (2048, 2)] {
             let panels = cols.div_ceil(32);
             let mut packed = vec![0; panels * 5];
             let mut next = 0;
@@ -179,6 +198,24 @@ mod tests {
                 }
             }
             assert!(next == cols && packed.iter().all(|&x| x == 1));
+            let groups = panel_groups(cols, num_threads, (32, 5), &mut packed);
+            let sizes: Vec<_> = groups.map(|(_, out)| out.len() / 5).collect();
+            let of_threads = sizes.chunks(sizes.len() / num_threads);
+            let of_threads = of_threads.map(|sizes| sizes.iter().sum::<usize>());
+            let (least, most) = (panels / num_threads, panels.div_ceil(num_threads));
+            for panels in of_threads {
+                assert!((least..=most).contains(&panels), "{cols} {num_threads}");
+            }
+        }
+    }
+
+    #[test]
+    fn strips_are_cut_where_threads_have_few_of_them() {
+        for (num_threads, per_strip) in [(1, 1), (2, 1), (4, 2), (16, 6)] {
+            let mut out = vec![0.0_f32; 512 * 512];
+            let shares = Shares::new(512, num_threads, (STRIP, ROW));
+            let shares = shares.of(MatMut::new(&mut out, 512, 512), 32);
+            assert_eq!(shares.count(), 37 * per_strip, "{num_threads} threads");
         }
     }
 

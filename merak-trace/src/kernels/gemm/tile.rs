@@ -1,4 +1,4 @@
-//! The register tile: the innermost loop of a product.
+//! The register tile: the innermost loop of a product, and how tiles are written.
 #![expect(
     clippy::inline_always,
     reason = "a tile stays in registers only where it is inlined into its dispatch"
