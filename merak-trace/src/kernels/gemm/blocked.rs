@@ -13,11 +13,10 @@
     reason = "a tile stays in registers only where it is inlined into its dispatch"
 )]
 
-use super::super::{Float, MatMut, MatRef, Threads, simd::Body};
+use super::super::{Float, MatMut, MatRef, Threads};
 use super::pack::{Order, ROW, pack_left, pack_right};
-use super::prefetch::prefetch_tile;
 use super::shares::{Shares, panel_groups};
-use super::tile::{DEPTH, columns, multiply, write};
+use super::tile::{DEPTH, Share, Strip, Sums, columns, multiply};
 use super::{Isa, Operand, Start, depths};
 
 /// Whether packing pays: an operand is copied once and used once per row or column of the other.
@@ -54,19 +53,19 @@ pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
                     threads.for_each(groups, |(cols, out)| {
                         pack_right(simd, b.sub_cols(cols.start, cols.len()), width, out);
                     });
-                    threads.for_each(shares.of(out, width), |([strip, panel], mut out)| {
-                        let strip = shares.strip(strips, strip);
-                        let panels = (&packed[panel * panel_len..], panel_len);
-                        let start = start.columns(panel * width, out.cols());
-                        simd.vectorize(Body(
-                            #[inline(always)]
-                            || {
-                                let out = out.reborrow();
-                                multiply_share::<S, T, STRIP>(
-                                    simd, order, alpha, strip, panels, start, out,
-                                );
+                    threads.for_each(shares.of(out, width), |([strip, panel], out)| {
+                        simd.vectorize(Share::<_, _, _, STRIP> {
+                            simd,
+                            alpha,
+                            strip: NumberStrip::<_, STRIP> {
+                                order,
+                                numbers: shares.strip(strips, strip),
                             },
-                        ));
+                            panels: &packed[panel * panel_len..],
+                            panel_len,
+                            start: start.columns(panel * width, out.cols()),
+                            out,
+                        });
                     });
                 }
             });
@@ -80,62 +79,18 @@ fn most_panels<S: Isa>() -> usize {
     S::REGISTER_COUNT / 2
 }
 
-#[inline(always)]
-fn multiply_share<S: Isa, T: Float, const STRIP: usize>(
-    simd: S,
+/// A packed strip of numbers.
+struct NumberStrip<'a, T, const STRIP: usize> {
     order: Order,
-    alpha: T,
-    strip: &[T],
-    (panels, panel_len): (&[T], usize),
-    start: Start<'_, T>,
-    out: MatMut<'_, T>,
-) {
-    let width = columns::<S, T>();
-    let panels = panels.chunks_exact(panel_len);
-    for (j, (panel, out)) in panels.zip(out.col_blocks(width)).enumerate() {
-        let mut tile = Tile::<S, T, STRIP> {
-            simd,
-            order,
-            alpha,
-            strip,
-            panel,
-            start: start.columns(j * width, out.cols()),
-            out,
-        };
-        // The rows left at the lower edge are computed in smaller groups.
-        let mut row = 0;
-        row = tile.rows::<STRIP>(row);
-        row = tile.rows::<8>(row);
-        row = tile.rows::<4>(row);
-        row = tile.rows::<2>(row);
-        tile.rows::<1>(row);
-    }
+    numbers: &'a [T],
 }
 
-/// A strip times a panel.
-struct Tile<'a, S, T, const STRIP: usize> {
-    simd: S,
-    order: Order,
-    alpha: T,
-    strip: &'a [T],
-    panel: &'a [T],
-    start: Start<'a, T>,
-    out: MatMut<'a, T>,
-}
+impl<S: Isa, T: Float, const STRIP: usize> Strip<S, T> for NumberStrip<'_, T, STRIP> {
+    type Packed = T;
 
-impl<S: Isa, T: Float, const STRIP: usize> Tile<'_, S, T, STRIP> {
-    /// Computes whole groups of R rows from `row` on; returns the next row.
     #[inline(always)]
-    fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
-        while row + R <= self.out.rows() {
-            let (_, out) = self.out.reborrow().split_rows(row);
-            let (mut out, _) = out.split_rows(R);
-            prefetch_tile(&mut out);
-            let strip = &self.strip[self.order.offset(row)..];
-            let sums = multiply::<S, T, STRIP, R>(self.simd, self.order, strip, self.panel);
-            write::<S, T, _>(self.simd, self.alpha, &sums, self.start, out);
-            row += R;
-        }
-        row
+    fn sums<const R: usize>(&self, simd: S, row: usize, panel: &[T]) -> Sums<S, T, R> {
+        let numbers = &self.numbers[self.order.offset(row)..];
+        multiply::<S, T, STRIP, R>(simd, self.order, numbers, panel)
     }
 }

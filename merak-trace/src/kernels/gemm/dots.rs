@@ -12,15 +12,15 @@
 
 use std::ops::Range;
 
-use pulp::{NullaryFnOnce, cast, f32x16, u32x16, x86::V4};
+use pulp::{NullaryFnOnce, cast, u32x16, x86::V4};
 
 use super::super::{MatMut, MatRef, Threads};
 use super::halves::Halves;
 use super::pack::turn_square;
 use super::pairs::{PAIRED, Pairs};
-use super::prefetch::{prefetch_along, prefetch_below, prefetch_tile};
+use super::prefetch::{prefetch_along, prefetch_below};
 use super::shares::{Shares, panel_groups};
-use super::tile::{STRIP, write};
+use super::tile::{STRIP, Share, Strip, Sums};
 use super::{Start, depths};
 
 /// Elements along k that are multiplied before the sums are written.
@@ -93,11 +93,14 @@ pub(super) fn product<A: Halves, W: Halves>(
                         });
                     });
                     threads.for_each(shares.of(out, WIDTH), |([strip, panel], out)| {
-                        simd.vectorize(Share {
-                            simd,
-                            order,
+                        simd.vectorize(Share::<_, _, _, STRIP> {
+                            simd: simd.wide,
                             alpha,
-                            strip: shares.strip(strips, strip),
+                            strip: PairStrip {
+                                simd,
+                                order,
+                                pairs: shares.strip(strips, strip),
+                            },
                             panels: &packed[panel * panel_len..],
                             panel_len,
                             start: start.columns(panel * WIDTH, out.cols()),
@@ -174,92 +177,32 @@ impl<W: Halves> NullaryFnOnce for PackRight<'_, W> {
     }
 }
 
-/// A share of the output, with its packed strip, and the packed panels from its first one on.
-struct Share<'a> {
+/// A packed strip of pairs.
+struct PairStrip<'a> {
     simd: Pairs,
     order: Order,
-    alpha: f32,
-    strip: &'a [u32],
-    panels: &'a [u32],
-    panel_len: usize,
-    start: Start<'a, f32>,
-    out: MatMut<'a, f32>,
+    pairs: &'a [u32],
 }
 
-impl NullaryFnOnce for Share<'_> {
-    type Output = ();
+impl Strip<V4, f32> for PairStrip<'_> {
+    type Packed = u32;
 
     #[inline(always)]
-    fn call(self) {
-        let Self {
-            simd,
-            order,
-            alpha,
-            strip,
-            panels,
-            panel_len,
-            start,
-            out,
-        } = self;
-        let panels = panels.chunks_exact(panel_len);
-        for (j, (panel, out)) in panels.zip(out.col_blocks(WIDTH)).enumerate() {
-            let mut tile = Tile {
-                simd,
-                order,
-                alpha,
-                strip,
-                panel,
-                start: start.columns(j * WIDTH, out.cols()),
-                out,
-            };
-            // The rows left at the lower edge are computed in smaller groups.
-            let mut row = 0;
-            row = tile.rows::<STRIP>(row);
-            row = tile.rows::<8>(row);
-            row = tile.rows::<4>(row);
-            row = tile.rows::<2>(row);
-            tile.rows::<1>(row);
+    fn sums<const R: usize>(&self, _: V4, row: usize, panel: &[u32]) -> Sums<V4, f32, R> {
+        let (panel, _) = pulp::as_arrays::<WIDTH, _>(panel);
+        let panel = &panel[..panel.len().min(DEPTH / 2)];
+        match self.order {
+            Order::Rows => {
+                let (rows, _) = pulp::as_arrays::<ROW, _>(&self.pairs[row * ROW..]);
+                let rows: &[[u32; ROW]; R] = rows[..R].try_into().expect("R rows were taken");
+                sums(self.simd, panel, |k, row| rows[row][k])
+            }
+            Order::Columns => {
+                let (columns, _) = pulp::as_arrays::<STRIP, _>(&self.pairs[row..]);
+                let columns = &columns[..panel.len()];
+                sums(self.simd, panel, |k, row| columns[k][row])
+            }
         }
-    }
-}
-
-/// A strip times a panel.
-struct Tile<'a> {
-    simd: Pairs,
-    order: Order,
-    alpha: f32,
-    strip: &'a [u32],
-    panel: &'a [u32],
-    start: Start<'a, f32>,
-    out: MatMut<'a, f32>,
-}
-
-impl Tile<'_> {
-    /// Computes whole groups of R rows from `row` on; returns the next row.
-    #[inline(always)]
-    fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
-        while row + R <= self.out.rows() {
-            let (_, out) = self.out.reborrow().split_rows(row);
-            let (mut out, _) = out.split_rows(R);
-            prefetch_tile(&mut out);
-            let (panel, _) = pulp::as_arrays::<WIDTH, _>(self.panel);
-            let panel = &panel[..panel.len().min(DEPTH / 2)];
-            let sums: [_; R] = match self.order {
-                Order::Rows => {
-                    let (rows, _) = pulp::as_arrays::<ROW, _>(&self.strip[row * ROW..]);
-                    let rows: &[[u32; ROW]; R] = rows[..R].try_into().expect("R rows were taken");
-                    sums(self.simd, panel, |k, row| rows[row][k])
-                }
-                Order::Columns => {
-                    let (columns, _) = pulp::as_arrays::<STRIP, _>(&self.strip[row..]);
-                    let columns = &columns[..panel.len()];
-                    sums(self.simd, panel, |k, row| columns[k][row])
-                }
-            };
-            write::<V4, f32, _>(self.simd.wide, self.alpha, &sums, self.start, out);
-            row += R;
-        }
-        row
     }
 }
 
@@ -269,7 +212,7 @@ fn sums<const R: usize>(
     simd: Pairs,
     panel: &[[u32; WIDTH]],
     left: impl Fn(usize, usize) -> u32,
-) -> [[f32x16; 2]; R] {
+) -> Sums<V4, f32, R> {
     let mut sums = [[simd.wide.splat_f32x16(0.0); 2]; R];
     for (k, b) in panel.iter().enumerate() {
         let [b0, b1]: [u32x16; 2] = cast(*b);

@@ -16,8 +16,10 @@ const LEAST_ROWS: usize = 28;
 /// more or less than others would wait.
 const LEAST_SHARES: usize = 16;
 
-/// Most groups of panels of each thread, and most panels of a smaller group.
+/// Most groups of panels of each thread: enough that others can take some over.
 const PANEL_GROUPS: usize = 4;
+
+/// Most panels of a group, unless each thread has [`PANEL_GROUPS`].
 const FEW_PANELS: usize = 2;
 
 /// Most strips of a left operand that are packed together, as neighbours share a cache line and a

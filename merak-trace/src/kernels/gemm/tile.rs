@@ -1,11 +1,14 @@
-//! The register tile: the innermost loop of a product, and how tiles are written.
+//! The tiles of a share of an output: the innermost loop of a product, and how tiles are written.
 #![expect(
     clippy::inline_always,
     reason = "a tile stays in registers only where it is inlined into its dispatch"
 )]
 
+use pulp::NullaryFnOnce;
+
 use super::super::{Float, MatMut};
 use super::pack::{Order, ROW};
+use super::prefetch::prefetch_tile;
 use super::{Isa, Lanes, Start};
 
 /// Rows of a register tile with AVX-512: with two registers of columns, 28 of the 32 registers hold
@@ -19,6 +22,83 @@ pub(super) const DEPTH: usize = 512;
 
 /// Sums of one tile: two registers per row.
 pub(super) type Sums<S, T, const R: usize> = [[<T as Lanes>::Register<S>; 2]; R];
+
+/// A packed strip of a left operand.
+pub(super) trait Strip<S: Isa, T: Float> {
+    /// What is packed: numbers, or pairs of them.
+    type Packed;
+
+    /// Sums over k of R rows from `row` on times a packed panel.
+    fn sums<const R: usize>(&self, simd: S, row: usize, panel: &[Self::Packed]) -> Sums<S, T, R>;
+}
+
+/// A share of an output: a strip of up to `ROWS` rows times packed panels, from its first one on.
+pub(super) struct Share<'a, S: Isa, T: Float, P: Strip<S, T>, const ROWS: usize> {
+    pub(super) simd: S,
+    pub(super) alpha: T,
+    pub(super) strip: P,
+    pub(super) panels: &'a [P::Packed],
+    /// Packed elements of a panel.
+    pub(super) panel_len: usize,
+    pub(super) start: Start<'a, T>,
+    pub(super) out: MatMut<'a, T>,
+}
+
+impl<S: Isa, T: Float, P: Strip<S, T>, const ROWS: usize> NullaryFnOnce
+    for Share<'_, S, T, P, ROWS>
+{
+    type Output = ();
+
+    /// Computes `alpha * strip * panels + start`.
+    #[inline(always)]
+    fn call(self) {
+        let width = columns::<S, T>();
+        let panels = self.panels.chunks_exact(self.panel_len);
+        for (j, (panel, out)) in panels.zip(self.out.col_blocks(width)).enumerate() {
+            let mut tile = Tile {
+                simd: self.simd,
+                alpha: self.alpha,
+                strip: &self.strip,
+                panel,
+                start: self.start.columns(j * width, out.cols()),
+                out,
+            };
+            // The rows left at the lower edge are computed in smaller groups.
+            let mut row = 0;
+            row = tile.rows::<ROWS>(row);
+            row = tile.rows::<8>(row);
+            row = tile.rows::<4>(row);
+            row = tile.rows::<2>(row);
+            tile.rows::<1>(row);
+        }
+    }
+}
+
+/// A strip times a panel.
+struct Tile<'a, S: Isa, T: Float, P: Strip<S, T>> {
+    simd: S,
+    alpha: T,
+    strip: &'a P,
+    panel: &'a [P::Packed],
+    start: Start<'a, T>,
+    out: MatMut<'a, T>,
+}
+
+impl<S: Isa, T: Float, P: Strip<S, T>> Tile<'_, S, T, P> {
+    /// Computes whole groups of R rows from `row` on; returns the next row.
+    #[inline(always)]
+    fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
+        while row + R <= self.out.rows() {
+            let (_, out) = self.out.reborrow().split_rows(row);
+            let (mut out, _) = out.split_rows(R);
+            prefetch_tile(&mut out);
+            let sums = self.strip.sums::<R>(self.simd, row, self.panel);
+            write::<S, T, R>(self.simd, self.alpha, &sums, self.start, out);
+            row += R;
+        }
+        row
+    }
+}
 
 /// Sums over k of R rows of a packed strip times a packed panel.
 #[inline(always)]
