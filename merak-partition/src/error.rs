@@ -27,7 +27,7 @@ pub enum Error {
     },
     /// The model has fewer segments than stages.
     #[error(
-        "{method} cuts the model into {segments} segments, which is fewer than the {num_stages} stages; use at most {segments} stages"
+        "{method} cuts the model into {segments} segments, which is fewer than the {num_stages} stages of all ranks; use at most {segments}"
     )]
     TooFewSegments {
         /// What made the segments.
@@ -39,7 +39,7 @@ pub enum Error {
     },
     /// No segment can be cut further.
     #[error(
-        "the model has legal cuts for {segments} segments only, which is fewer than the {num_stages} stages; use at most {segments} stages"
+        "the model has legal cuts for {segments} segments only, which is fewer than the {num_stages} stages of all ranks; use at most {segments}"
     )]
     NoLegalCut {
         /// Segments when no legal cut was left.

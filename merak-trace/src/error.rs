@@ -90,6 +90,24 @@ pub enum Error {
         /// Nodes of the model.
         num_nodes: usize,
     },
+    /// A program is asked for of a stage that cuts do not make.
+    #[error("there is no stage {stage} of {num_stages}")]
+    NoStage {
+        /// The stage, from 0.
+        stage: usize,
+        /// Stages of the cuts.
+        num_stages: usize,
+    },
+    /// A node uses a value that the graph does not have: that of another one.
+    #[error("{place}: there is no value {id} among the {num_values} of the graph")]
+    NoValue {
+        /// Scope and operation.
+        place: String,
+        /// The value.
+        id: usize,
+        /// Values of the graph.
+        num_values: usize,
+    },
     /// A node stands before one whose result it uses.
     #[error("{value} is used before it is computed")]
     Order {

@@ -436,8 +436,16 @@ impl Graph {
         op: Op,
         inputs: Vec<ValueId>,
     ) -> Result<Vec<ValueId>> {
-        let types: Vec<_> = inputs.iter().map(|&value| self.ty(value).clone()).collect();
         let place = || format!("{scope}: {}", op.name());
+        let foreign = inputs.iter().find(|id| id.index() >= self.values.len());
+        if let Some(id) = foreign {
+            return Err(Error::NoValue {
+                place: place(),
+                id: id.index(),
+                num_values: self.values.len(),
+            });
+        }
+        let types: Vec<_> = inputs.iter().map(|&value| self.ty(value).clone()).collect();
         types.iter().try_for_each(|ty| check_size(ty, place))?;
         let results = infer(&op, &types).map_err(|reason| Error::Operands {
             scope: scope.to_string(),

@@ -2,7 +2,9 @@
 
 use crate::{
     Op, TensorType,
-    op::{Attention, AttentionOptions, AxisSlice, RelativeBuckets, Rope, WeightLayout},
+    op::{
+        Attention, AttentionOptions, AxisSlice, DropoutSpec, RelativeBuckets, Rope, WeightLayout,
+    },
     placement::Shard,
 };
 use merak_mpu::DType;
@@ -63,7 +65,7 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         Op::Activation(_) | Op::Softmax | Op::InverseRoot | Op::Scale { .. } => {
             float_map(operands(inputs)?)
         }
-        Op::Dropout(_) => dropout(operands(inputs)?),
+        Op::Dropout(spec) => dropout(spec, operands(inputs)?),
         Op::Identity | Op::ShareGrad { .. } | Op::CopyTo { .. } | Op::AllReduce { .. } => {
             let [x] = operands(inputs)?;
             Ok(vec![x.clone()])
@@ -240,10 +242,20 @@ fn float_map([x]: [&TensorType; 1]) -> Types {
     Ok(vec![x.clone()])
 }
 
-fn dropout([x]: [&TensorType; 1]) -> Types {
+fn dropout(spec: &DropoutSpec, [x]: [&TensorType; 1]) -> Types {
     is_float(x)?;
     // It numbers the samples.
     has_dim(x, 0)?;
+    if let Some(slice) = spec.slice {
+        has_dim(x, slice.dim)?;
+        let fits = |dim: usize| dim == slice.dim || dim + 1 == slice.dim;
+        ensure(spec.nested.is_none_or(|nested| fits(nested.dim)), || {
+            format!(
+                "a slice along dimension {} is cut again there or along the one before it",
+                slice.dim
+            )
+        })?;
+    }
     Ok(vec![x.clone()])
 }
 
@@ -308,7 +320,7 @@ fn sum_all([x]: [&TensorType; 1]) -> Types {
 }
 
 fn reshape(shape: &[usize], [x]: [&TensorType; 1]) -> Types {
-    ensure(x.numel() == shape.iter().product::<usize>(), || {
+    ensure(product(shape) == Some(x.numel()), || {
         format!("{x} has not as many elements as {shape:?}")
     })?;
     Ok(vec![x.with_shape(shape)])
@@ -326,7 +338,7 @@ fn transpose(perm: &[usize], [x]: [&TensorType; 1]) -> Types {
 
 fn split(dim: usize, sizes: &[usize], [x]: [&TensorType; 1]) -> Types {
     has_dim(x, dim)?;
-    ensure(x.shape[dim] == sizes.iter().sum::<usize>(), || {
+    ensure(sum(sizes) == Some(x.shape[dim]), || {
         format!("pieces {sizes:?} do not make up dimension {dim} of {x}")
     })?;
     Ok(sizes.iter().map(|&size| x.with_dim(dim, size)).collect())
@@ -409,18 +421,24 @@ fn attention(spec: &Attention, [q, k, v]: [&TensorType; 3]) -> Types {
             )
         },
     )?;
-    ensure(q.last_dim() == spec.heads * spec.head_dim, || {
-        format!(
-            "{q} does not hold {} heads of {}",
-            spec.heads, spec.head_dim
-        )
-    })?;
-    ensure(k.last_dim() == spec.kv_heads * spec.head_dim, || {
-        format!(
-            "{k} does not hold {} heads of {}",
-            spec.kv_heads, spec.head_dim
-        )
-    })?;
+    ensure(
+        product(&[spec.heads, spec.head_dim]) == Some(q.last_dim()),
+        || {
+            format!(
+                "{q} does not hold {} heads of {}",
+                spec.heads, spec.head_dim
+            )
+        },
+    )?;
+    ensure(
+        product(&[spec.kv_heads, spec.head_dim]) == Some(k.last_dim()),
+        || {
+            format!(
+                "{k} does not hold {} heads of {}",
+                spec.kv_heads, spec.head_dim
+            )
+        },
+    )?;
     ensure(q.shape[0] == k.shape[0] && q.dtype == k.dtype, || {
         format!("the batches of {q} and {k} differ")
     })?;
@@ -501,6 +519,20 @@ fn operands<const N: usize>(inputs: &[TensorType]) -> Result<[&TensorType; N], R
     let refs: Vec<_> = inputs.iter().collect();
     refs.try_into()
         .map_err(|_| format!("takes {N} operands, got {}", inputs.len()))
+}
+
+/// The product of sizes, which a user may have named; `None` beyond all integers.
+fn product(sizes: &[usize]) -> Option<usize> {
+    sizes
+        .iter()
+        .try_fold(1, |all: usize, &size| all.checked_mul(size))
+}
+
+/// Their sum.
+fn sum(sizes: &[usize]) -> Option<usize> {
+    sizes
+        .iter()
+        .try_fold(0, |all: usize, &size| all.checked_add(size))
 }
 
 fn ensure(holds: bool, reason: impl FnOnce() -> Reason) -> Result<(), Reason> {
@@ -606,7 +638,9 @@ fn divides(
     fits: impl Fn(usize, usize) -> bool,
 ) -> Result<(), Reason> {
     has_dim(x, shard.dim)?;
-    let full = shard.parts.iter().sum();
+    let Some(full) = sum(&shard.parts) else {
+        return Err(format!("no dimension has parts of {:?}", shard.parts));
+    };
     ensure(fits(x.shape[shard.dim], full), || {
         format!("dimension {} of {x} is no slice of {full}", shard.dim)
     })
@@ -615,7 +649,8 @@ fn divides(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::DropoutSpec;
+    use crate::op::JoinedGrad;
+    use merak_mpu::Axis;
 
     fn ty<const N: usize>(shape: [usize; N], dtype: DType) -> TensorType {
         TensorType::new(shape, dtype)
@@ -713,6 +748,43 @@ mod tests {
         linear_grad_weight: f32[] has no dimension 0
         embedding_grad: f32[] has no dimension 0
         dropout: f32[] has no dimension 0
+        ");
+    }
+
+    #[test]
+    fn slices_along_other_dimensions_and_sizes_beyond_all_are_refused() {
+        let along = |dim| Some(AxisSlice::new(Axis::Tensor, dim, 8));
+        let dropout = |slice, nested| {
+            Op::Dropout(DropoutSpec {
+                p: 0.5,
+                key: 1,
+                slice,
+                nested,
+            })
+        };
+        let x = || vec![ty([2, 4], DType::F32)];
+        let most = usize::MAX;
+        let sizes = vec![most, 9];
+        let shard = Shard::new(1, sizes.clone());
+        let (axis, grad) = (Axis::Tensor, JoinedGrad::default());
+        let cases = [
+            (dropout(along(2), None), x()),
+            (dropout(along(1), along(2)), x()),
+            (
+                Op::Reshape {
+                    shape: vec![most, most],
+                },
+                x(),
+            ),
+            (Op::Split { dim: 1, sizes }, x()),
+            (Op::AllGather { axis, shard, grad }, x()),
+        ];
+        insta::assert_snapshot!(reasons(&cases), @"
+        dropout: f32[2, 4] has no dimension 2
+        dropout: a slice along dimension 1 is cut again there or along the one before it
+        reshape: f32[2, 4] has not as many elements as [18446744073709551615, 18446744073709551615]
+        split: pieces [18446744073709551615, 9] do not make up dimension 1 of f32[2, 4]
+        all_gather: no dimension has parts of [18446744073709551615, 9]
         ");
     }
 }

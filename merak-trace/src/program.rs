@@ -98,7 +98,8 @@ impl StageProgram {
     /// The forward alone, for evaluation and generation.
     ///
     /// # Errors
-    /// When the nodes of the graph are not in order.
+    /// When the nodes of the graph are not in order, the cuts are another graph's, or have no such
+    /// stage.
     pub fn inference(model: &Graph, cuts: &StageCuts, stage: usize) -> Result<Self> {
         let part = cut::extract(model, cuts, stage)?;
         let phases = vec![Phase::Forward; part.graph.nodes().len()];
@@ -122,7 +123,8 @@ impl StageProgram {
     ///
     /// # Errors
     /// [`Error::NoGradient`](crate::Error::NoGradient) when an operation on the way has none;
-    /// [`Error::LossType`](crate::Error::LossType) when output `loss` is not `f64[]`.
+    /// [`Error::LossType`](crate::Error::LossType) when output `loss` is not `f64[]`;
+    /// as [`StageProgram::inference`].
     pub fn training(
         model: &Graph,
         cuts: &StageCuts,

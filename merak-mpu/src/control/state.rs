@@ -118,10 +118,14 @@ impl State {
 
     /// Has `alarm` called when the world is poisoned.
     pub(crate) fn on_poison(&self, alarm: impl Fn() + Send + 'static) {
-        lock(&self.alarms).push(Box::new(alarm));
-        if let (Some(_), Some(alarm)) = (self.verdict(), lock(&self.alarms).last()) {
-            alarm();
+        let mut alarms = lock(&self.alarms);
+        if self.verdict().is_none() {
+            // The verdict comes before its alarms are called, under this lock.
+            alarms.push(Box::new(alarm));
+            return;
         }
+        drop(alarms);
+        alarm();
     }
 
     /// Notes that a rank will start nothing more, and that all it has sent is here.

@@ -142,8 +142,8 @@ impl Scheduled {
 impl StepTime for Scheduled {
     fn step_time(&self, stages: &[StageLoad]) -> Option<f64> {
         let memory = self.memory.as_ref();
-        let fits = memory.is_none_or(|of| of.holds(&self.schedule, &self.placement, stages));
-        if stages.len() != self.placement.len() || !fits {
+        let fits = || memory.is_none_or(|of| of.holds(&self.schedule, &self.placement, stages));
+        if stages.len() != self.placement.len() || !fits() {
             return None;
         }
         let simulation = simulate_on(&self.schedule, &self.costs(stages), self.cores);

@@ -31,7 +31,7 @@ fn too_few_segments_say_how_many_there_are() {
         num_stages: 40,
         ..options
     };
-    assert_snapshot!(message(&options, &StageMethod::Uniform), @"the model has legal cuts for 31 segments only, which is fewer than the 40 stages; use at most 31 stages");
+    assert_snapshot!(message(&options, &StageMethod::Uniform), @"the model has legal cuts for 31 segments only, which is fewer than the 40 stages of all ranks; use at most 31");
     let options = SegmentOptions {
         target_segments: Some(4),
         ..options
@@ -42,7 +42,7 @@ fn too_few_segments_say_how_many_there_are() {
         ..gpt2().1
     }
     .with_method(SplitMethod::LayerSplit);
-    assert_snapshot!(message(&options, &StageMethod::Uniform), @"layer_split cuts the model into 4 segments, which is fewer than the 5 stages; use at most 4 stages");
+    assert_snapshot!(message(&options, &StageMethod::Uniform), @"layer_split cuts the model into 4 segments, which is fewer than the 5 stages of all ranks; use at most 4");
     let options = SegmentOptions {
         num_stages: 0,
         ..options
@@ -72,7 +72,7 @@ fn a_leaf_that_is_no_module_names_the_nearest_and_one_that_is_all_leaves_nothing
     };
     assert_snapshot!(message(&with("h.{i}.attn"), &StageMethod::Uniform), @r#"leaf module "h.{i}.attn" matches no module; the nearest name is "transformer.h.0.attn""#);
     assert_snapshot!(message(&with("transformer.h.1.mlp.c_fc.weight"), &StageMethod::Uniform), @r#"leaf module "transformer.h.1.mlp.c_fc.weight" matches no module; the nearest name is "transformer.h.1.mlp.c_fc""#);
-    assert_snapshot!(message(&with("transformer"), &StageMethod::Uniform), @"the model has legal cuts for 3 segments only, which is fewer than the 9 stages; use at most 3 stages");
+    assert_snapshot!(message(&with("transformer"), &StageMethod::Uniform), @"the model has legal cuts for 3 segments only, which is fewer than the 9 stages of all ranks; use at most 3");
 }
 
 #[test]

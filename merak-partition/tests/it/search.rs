@@ -165,7 +165,7 @@ fn costs_that_are_none_are_refused() {
     assert_snapshot!(message(&[1.0], &[-1.0]), @"the backward cost of segment 0 is -1.0, expected a number from 0 to 1e100");
     assert_snapshot!(message(&[1e308], &[1.0]), @"the forward cost of segment 0 is 1e308, expected a number from 0 to 1e100");
     let few = autopipe(&costs(&[(1, 1)]), 2, &step(4, 0.0)).unwrap_err();
-    assert_snapshot!(few, @"the split method cuts the model into 1 segments, which is fewer than the 2 stages; use at most 1 stages");
+    assert_snapshot!(few, @"the split method cuts the model into 1 segments, which is fewer than the 2 stages of all ranks; use at most 1");
 }
 
 #[test]

@@ -151,6 +151,14 @@ impl Part {
 
 /// Takes one stage out of a model. A value that a later stage uses is handed from stage to stage.
 pub(super) fn extract(model: &Graph, cuts: &StageCuts, stage: usize) -> Result<Part> {
+    let (num_stages, num_nodes) = (cuts.num_stages(), model.nodes().len());
+    if stage >= num_stages {
+        return Err(Error::NoStage { stage, num_stages });
+    }
+    if cuts.bounds[num_stages] != num_nodes {
+        let bounds = cuts.bounds.clone();
+        return Err(Error::Cuts { bounds, num_nodes });
+    }
     let range = cuts.nodes(stage);
     let mut build = Build {
         model,

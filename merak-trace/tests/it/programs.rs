@@ -293,6 +293,22 @@ fn a_sent_output_is_freed_unless_the_backward_reads_it() {
 }
 
 #[test]
+fn stages_and_values_that_there_are_not_are_refused() {
+    let graph = trace(&gpt2(false));
+    let cuts = StageCuts::whole(&graph);
+    let refused = |graph: &Graph, stage| {
+        let program = StageProgram::inference(graph, &cuts, stage);
+        program.expect_err("no such stage").to_string()
+    };
+    assert_eq!(refused(&graph, 1), "there is no stage 1 of 1");
+    let mut other = Graph::new();
+    assert!(StageProgram::inference(&other, &cuts, 0).is_err());
+    let value = graph.nodes()[0].outputs[0];
+    let added = other.add_node(&Arc::from("h"), Op::SumAll, vec![value]);
+    assert!(matches!(added, Err(Error::NoValue { num_values: 0, .. })));
+}
+
+#[test]
 fn a_loss_of_another_type_than_its_gradient_is_refused() {
     let training = |ty: TensorType| {
         let graph = fx::trace(DType::F32, |module| {

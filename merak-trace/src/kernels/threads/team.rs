@@ -99,6 +99,8 @@ impl Team {
             Err(TryLockError::Poisoned(call)) => call.into_inner(),
             Err(TryLockError::WouldBlock) => return job(0),
         };
+        // A caller that panicked itself left those of its workers.
+        drop(locked(&self.shared.panic).take());
         {
             let _open = self.shared.open(&job);
             job(0);
@@ -313,6 +315,9 @@ mod tests {
         let panic = catch_unwind(AssertUnwindSafe(|| {
             count(&team, 20, &|item| assert_ne!(item, 7, "seven"));
         }));
+        assert!(panic.is_err());
+        // All threads panic, of which the caller tells.
+        let panic = catch_unwind(AssertUnwindSafe(|| team.run(&|_| panic!("all"))));
         assert!(panic.is_err());
         let done = AtomicUsize::new(0);
         count(&team, 20, &|_| {
