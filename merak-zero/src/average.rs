@@ -9,14 +9,20 @@ pub const EMA: &str = "ema";
 /// Where adjacent elements lie: among the parameters, and among the averages.
 pub(crate) type Place = [Range<usize>; 2];
 
-/// Checks the decay of averages, if there are any. One that rounds to 1 keeps all, for ever.
+/// The numbers of [`is_decay`].
+pub(crate) const DECAYS: &str = "at least 0 and less than 1, also when rounded to f32";
+
+/// Whether an average may decay by this factor. One that rounds to 1 keeps all, for ever.
+pub(crate) fn is_decay(decay: f64) -> bool {
+    decay >= 0.0 && (decay as f32) < 1.0
+}
+
+/// Checks the decay of averages, if there are any.
 pub(crate) fn check(decay: Option<f64>) -> Result<()> {
     match decay {
-        Some(decay) if !(decay >= 0.0 && (decay as f32) < 1.0) => Err(Error::out_of_range(
-            "ema_decay",
-            decay,
-            "at least 0 and less than 1, also when rounded to f32",
-        )),
+        Some(decay) if !is_decay(decay) => {
+            Err(Error::number_out_of_range("ema_decay", decay, DECAYS))
+        }
         _ => Ok(()),
     }
 }

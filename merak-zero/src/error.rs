@@ -77,6 +77,16 @@ pub enum Error {
         /// Number of local elements in the table.
         expected: usize,
     },
+    /// A parameter is to be cut along a dimension that it does not have.
+    #[error("parameter `{param}` of shape {shape:?} has no dimension {dim} to be cut along")]
+    NoSuchDim {
+        /// Name of the parameter.
+        param: String,
+        /// The dimension of its cut, from 0.
+        dim: usize,
+        /// Shape of the local tensor.
+        shape: Vec<usize>,
+    },
     /// A parameter that is to be a hidden matrix has another number of dimensions.
     #[error("parameter `{param}` has shape {shape:?}, expected two dimensions for a hidden matrix")]
     NoMatrix {
@@ -201,6 +211,19 @@ impl Error {
             setting,
             found: found.to_string(),
             expected,
+        }
+    }
+
+    pub(crate) fn number_out_of_range(
+        setting: &'static str,
+        found: f64,
+        expected: &'static str,
+    ) -> Self {
+        let is_short = found == 0.0 || (1e-5..1e16).contains(&found.abs());
+        if is_short || !found.is_finite() {
+            Self::out_of_range(setting, found, expected)
+        } else {
+            Self::out_of_range(setting, format_args!("{found:e}"), expected)
         }
     }
 

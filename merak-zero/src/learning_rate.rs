@@ -1,6 +1,6 @@
 //! Learning-rate schedules: pure functions of the number of steps done.
 
-use crate::{Error, Result};
+use crate::{Error, OptimizerConfig, Result};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::PI;
 
@@ -241,7 +241,8 @@ impl LrSchedule {
         warmup: u64,
         total: u64,
     ) -> Result<Self> {
-        in_range("lr", lr, lr >= 0.0, "at least 0")?;
+        let legal = (0.0..=OptimizerConfig::MAX_NUMBER).contains(&lr);
+        in_range("lr", lr, legal, "from 0 to 1e37")?;
         refuse_foreign_kwargs(kind, kwargs)?;
         let warmup = if kind == LrSchedulerType::Constant {
             0
@@ -390,7 +391,7 @@ fn in_range(setting: &'static str, found: f64, legal: bool, expected: &'static s
     if legal && found.is_finite() {
         return Ok(());
     }
-    Err(Error::out_of_range(setting, found, expected))
+    Err(Error::number_out_of_range(setting, found, expected))
 }
 
 fn refuse_foreign_kwargs(kind: LrSchedulerType, kwargs: &LrSchedulerKwargs) -> Result<()> {

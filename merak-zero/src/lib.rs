@@ -172,7 +172,7 @@ pub use stage::ZeroStage;
 pub use state::{OwnedState, StateSlice};
 pub use tensors::TensorOptimizer;
 pub use update_rule::{RuleStep, UpdateRule};
-pub use zero_config::{ElementBytes, ExchangeBytes, KeptBytes, ZeroConfig, ZeroGroups};
+pub use zero_config::{ElementBytes, ExchangeBytes, KeptBytes, MostOwned, ZeroConfig, ZeroGroups};
 pub use zero_optimizer::{StepCounts, UpdateReport, ZeroOptimizer};
 
 #[cfg(doctest)]

@@ -15,7 +15,7 @@ pub(crate) use adafactor::AdafactorStep;
 pub(crate) use lamb::LambStep;
 pub(crate) use muon::MuonStep;
 
-use crate::{Error, ParamSpec, Result};
+use crate::{Error, ParamSpec, Result, average};
 use serde::{Deserialize, Serialize};
 use std::str::FromStr;
 
@@ -136,6 +136,9 @@ impl OptimizerConfig {
     /// in `f32`.
     pub const MIN_POSITIVE: f64 = 1e-37;
 
+    /// The largest of all numbers: anything larger may be infinite in `f32`.
+    pub const MAX_NUMBER: f64 = 1e37;
+
     /// Upper bound on the repetitions of Muon's polynomial: each costs three products of matrices.
     pub const MAX_NS_STEPS: u32 = 100;
 
@@ -145,20 +148,19 @@ impl OptimizerConfig {
     /// [`Error::OutOfRange`] naming the first bad one.
     pub fn validate(&self) -> Result<()> {
         type Range = (&'static str, fn(f64) -> bool);
-        let unit: Range = ("at least 0 and less than 1", |x| (0.0..1.0).contains(&x));
-        let not_negative: Range = ("a finite number of at least 0", |x| {
-            x >= 0.0 && x.is_finite()
+        let unit: Range = (average::DECAYS, average::is_decay);
+        let not_negative: Range = ("from 0 to 1e37", |x| (0.0..=Self::MAX_NUMBER).contains(&x));
+        let positive: Range = ("from 1e-37 to 1e37", |x| {
+            (Self::MIN_POSITIVE..=Self::MAX_NUMBER).contains(&x)
         });
-        let positive: Range = ("a finite number of at least 1e-37", |x| {
-            x >= Self::MIN_POSITIVE && x.is_finite()
-        });
-        let none_or_positive: Range = ("0, or a finite number of at least 1e-37", |x| {
-            x == 0.0 || x >= Self::MIN_POSITIVE && x.is_finite()
+        let none_or_positive: Range = ("0, or from 1e-37 to 1e37", |x| {
+            x == 0.0 || (Self::MIN_POSITIVE..=Self::MAX_NUMBER).contains(&x)
         });
         // It decides in f64 whether there is state, and in f32 whether a step takes it.
-        let none_or_share: Range = ("0, or at least 1e-37 and less than 1", |x| {
-            x == 0.0 || (Self::MIN_POSITIVE..1.0).contains(&x)
-        });
+        let none_or_share: Range = (
+            "0, or at least 1e-37 and less than 1, also when rounded to f32",
+            |x| x == 0.0 || x >= Self::MIN_POSITIVE && average::is_decay(x),
+        );
         let negative: Range = ("a finite number below 0", |x| x < 0.0 && x.is_finite());
         let ranges = [
             ("weight_decay", self.weight_decay, not_negative),
@@ -180,7 +182,7 @@ impl OptimizerConfig {
         ];
         for (setting, found, (expected, is_legal)) in ranges {
             if !is_legal(found) {
-                return Err(Error::out_of_range(setting, found, expected));
+                return Err(Error::number_out_of_range(setting, found, expected));
             }
         }
         let ns_steps = self.muon_ns_steps;

@@ -67,19 +67,22 @@ pub struct TensorCut {
 }
 
 impl TensorCut {
-    /// The shape of the whole parameter of which `local` is the shape of a piece.
+    /// The shape of the whole parameter of which `local` is the shape of a piece; that shape again
+    /// where it does not have the dimension, which optimizers refuse.
     pub fn whole(&self, local: &[usize]) -> Vec<usize> {
         let mut shape = local.to_vec();
-        shape[self.dim] = self.parts.iter().sum();
+        if let Some(len) = shape.get_mut(self.dim) {
+            *len = self.parts.iter().sum();
+        }
         shape
     }
 
-    /// Where the pieces that a rank of `num_ranks` holds lie in the whole dimension, in the order
-    /// of its local tensor.
+    /// Where the pieces that a rank of `num_ranks`, at least 1, holds lie in the whole dimension,
+    /// in the order of its local tensor.
     pub fn ranges(&self, rank: usize, num_ranks: usize) -> Vec<Range<usize>> {
         let mut part_start = 0;
         let range = |part: &usize| {
-            let room = part.div_ceil(num_ranks);
+            let room = part.div_ceil(num_ranks.max(1));
             let (start, end) = ((rank * room).min(*part), ((rank + 1) * room).min(*part));
             let own = part_start + start..part_start + end;
             part_start += part;
@@ -249,7 +252,8 @@ impl GlobalParams {
         (0..self.len()).map(|index| self.blocks_of(index))
     }
 
-    /// Checks that a rank's parameter is the one in the table, and a matrix if it is to be one.
+    /// Checks that a rank's parameter is the one in the table, has the dimension that it is cut
+    /// along, and is a matrix if it is to be one.
     pub(crate) fn check(&self, spec: &ParamSpec) -> Result<()> {
         let Some(entry) = self.entries.get(spec.global_index) else {
             return Err(Error::UnknownParam {
@@ -265,6 +269,15 @@ impl GlobalParams {
                 index: spec.global_index,
                 expected_param: entry.name.clone(),
                 expected: entry.local_numel,
+            });
+        }
+        if let Some(cut) = &spec.cut
+            && cut.dim >= spec.shape.len()
+        {
+            return Err(Error::NoSuchDim {
+                param: spec.name.clone(),
+                dim: cut.dim,
+                shape: spec.shape.clone(),
             });
         }
         if spec.hidden_matrix && spec.shape.len() != 2 {

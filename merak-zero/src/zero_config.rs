@@ -119,7 +119,7 @@ impl ZeroConfig {
             ),
         ] {
             if !legal {
-                return Err(Error::out_of_range(setting, found, expected));
+                return Err(Error::number_out_of_range(setting, found, expected));
             }
         }
         Ok(())
@@ -242,6 +242,39 @@ impl ZeroConfig {
         layout(params, self.reduce_bucket_size, replicas, is_whole)
     }
 
+    /// What the one of `replicas` ranks that owns most of these parameters has. Where a rule needs
+    /// whole parameters, that may be much more than an equal part of [`ZeroConfig::element_bytes`],
+    /// and the state of an element less.
+    ///
+    /// # Errors
+    /// As [`FlatLayout::new`].
+    pub fn most_owned(&self, params: Vec<ParamSpec>, replicas: usize) -> Result<MostOwned> {
+        let is_divided = self.divides_from(ZeroStage::OptimizerState, replicas);
+        let ranks = if is_divided { replicas } else { 1 };
+        let layout = self.layout(params, ranks)?;
+        let averages = usize::from(self.ema_decay.is_some());
+        let mut owned = vec![MostOwned::default(); ranks];
+        for bucket in layout.buckets() {
+            for (own, part) in owned.iter_mut().zip(layout.parts(bucket)) {
+                own.elements += part.flat.len();
+                own.state += averages * part.flat.len();
+                for block in &layout.blocks()[part.blocks] {
+                    let spec = &layout.params()[block.param];
+                    own.state += match (self.optimizer.needs_whole(spec), block.local.start) {
+                        (true, 0) => self.optimizer.state_numel(spec),
+                        (true, _) => 0,
+                        (false, _) => self.optimizer.state_of(spec).len() * block.local.len(),
+                    };
+                }
+            }
+        }
+        let most = |of: fn(&MostOwned) -> usize| owned.iter().map(of).max().unwrap_or(0);
+        Ok(MostOwned {
+            elements: most(|own| own.elements),
+            state: most(|own| own.state),
+        })
+    }
+
     /// What `replicas` ranks with these parameters keep of them for the exchange of buckets, at
     /// most.
     ///
@@ -284,6 +317,15 @@ impl ZeroConfig {
             weight_bucket: largest.saturating_mul(weight),
         })
     }
+}
+
+/// What a rank owns of parameters that several have, at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MostOwned {
+    /// Elements of the parameters.
+    pub elements: usize,
+    /// Values of optimizer state and averages, 4 bytes each.
+    pub state: usize,
 }
 
 /// The groups that an optimizer speaks to.

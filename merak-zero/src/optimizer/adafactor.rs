@@ -82,7 +82,7 @@ impl Dims {
             return None;
         };
         let cut = spec.cut.as_ref();
-        let whole = cut.map_or_else(|| spec.shape.clone(), |cut| cut.whole(&spec.shape));
+        let whole = spec.whole_shape();
         let divided = |dim: usize| cut.is_some_and(|cut| cut.dim == dim);
         Some(Self {
             batch: batch.iter().product(),

@@ -2,7 +2,7 @@
 
 use super::{Room, ZeroOptimizer};
 use crate::{
-    Error, GradNorm, LossScaler, OptimizerKind, ParamSpec, Result, Step, flat,
+    Error, GradNorm, LossScaler, OptimizerConfig, OptimizerKind, ParamSpec, Result, Step, flat,
     gathering::Arrivals,
     norm,
     optimizer::{OtherStep, Rule},
@@ -90,12 +90,8 @@ impl ZeroOptimizer {
         lr: f64,
     ) -> Result<(UpdateReport, Arrivals)> {
         flat::check("parameter", params, self.num_params())?;
-        if lr < 0.0 || !lr.is_finite() {
-            return Err(Error::out_of_range(
-                "lr",
-                lr,
-                "a finite number of at least 0",
-            ));
+        if !(0.0..=OptimizerConfig::MAX_NUMBER).contains(&lr) {
+            return Err(Error::number_out_of_range("lr", lr, "from 0 to 1e37"));
         }
         let optimizer = &self.config.optimizer;
         let mut specs = self.layout.params().iter();

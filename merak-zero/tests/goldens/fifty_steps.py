@@ -1,7 +1,8 @@
 """Writes fifty_steps.txt: parameters of a small model after 1, 10 and 50 steps of every optimizer.
 
 Made with torch 2.13.0 (CPU), transformers 5.23.0, Python 3.11: python fifty_steps.py >
-fifty_steps.txt. Each line: case, parameter, updates done, then its values.
+fifty_steps.txt. torch 2.15 writes the same. Each line: case, parameter, updates done, then its
+values.
 
 Numbers are exact in f32: `noise` below. A parameter starts with the values noise(k, i), k its
 position and i the element. The gradient before update t, from 0, is its value / 2 plus
@@ -19,7 +20,9 @@ SHAPES = {"wide": (5, 12), "tall": (12, 5), "vector": (7,), "conv": (4, 3, 2, 2)
 LR, DECAY, STEPS, SHOWN = 0.02, 0.1, 50, (1, 10, 50)
 MASK = (1 << 64) - 1
 
+# Older versions call the method, torch 2.15 names the type.
 torch.Tensor.bfloat16 = lambda self: self.clone()
+torch.bfloat16 = torch.float32
 
 
 def noise(stream, index):

@@ -61,7 +61,7 @@ fn numbers_out_of_range_are_named() {
                 },
                 ..ok()
             },
-            "`adam_beta2` is 1, expected at least 0 and less than 1",
+            "`adam_beta2` is 1, expected at least 0 and less than 1, also when rounded to f32",
         ),
         (
             ZeroConfig {
@@ -71,7 +71,7 @@ fn numbers_out_of_range_are_named() {
                 },
                 ..ok()
             },
-            "`weight_decay` is -0.1, expected a finite number of at least 0",
+            "`weight_decay` is -0.1, expected from 0 to 1e37",
         ),
     ];
     for (config, expected) in cases {
@@ -96,14 +96,14 @@ fn hyperparameters_out_of_range_are_named() {
                 lion_beta2: f64::NAN,
                 ..ok()
             },
-            "`lion_beta2` is NaN, expected at least 0 and less than 1",
+            "`lion_beta2` is NaN, expected at least 0 and less than 1, also when rounded to f32",
         ),
         (
             OptimizerConfig {
                 muon_epsilon: 0.0,
                 ..ok()
             },
-            "`muon_epsilon` is 0, expected a finite number of at least 1e-37",
+            "`muon_epsilon` is 0, expected from 1e-37 to 1e37",
         ),
         (
             OptimizerConfig {
@@ -128,7 +128,7 @@ fn an_epsilon_that_f32_rounds_to_0_is_refused() {
     };
     let told = message(check(1e-50));
     assert!(
-        told.ends_with("expected 0, or a finite number of at least 1e-37"),
+        told.ends_with("expected 0, or from 1e-37 to 1e37"),
         "{told}"
     );
     assert!(check(0.0).is_ok() && check(OptimizerConfig::MIN_POSITIVE).is_ok());
@@ -146,7 +146,7 @@ fn a_momentum_that_f32_rounds_to_0_is_refused() {
     };
     for momentum in [1e-46, 1.0] {
         let told = message(check(momentum));
-        let expected = ", expected 0, or at least 1e-37 and less than 1";
+        let expected = ", expected 0, or at least 1e-37 and less than 1, also when rounded to f32";
         assert!(told.ends_with(expected), "{told}");
     }
     for momentum in [0.0, OptimizerConfig::MIN_POSITIVE, 0.9] {
@@ -213,7 +213,7 @@ fn buffers_that_do_not_fit_the_layout_are_refused() {
         );
         assert_eq!(
             message(optimizer.step(&mut weights, &mut grads(0, 0), f64::NAN)),
-            "`lr` is NaN, expected a finite number of at least 0"
+            "`lr` is NaN, expected from 0 to 1e37"
         );
         assert_eq!(optimizer.progress().steps, 0);
     });

@@ -394,6 +394,25 @@ fn a_rule_that_needs_all_of_a_parameter_refuses_a_piece_of_it() {
 }
 
 #[test]
+fn a_cut_along_a_dimension_that_a_parameter_does_not_have_is_refused() {
+    world(1, |member| {
+        let spec = ParamSpec::new("w", &[2, 4], 0).with_cut(cut(2, &[4]));
+        assert_eq!(spec.whole_shape(), [2, 4]);
+        let groups = ZeroGroups {
+            data_sequence: alone(&member),
+            model: alone(&member),
+        };
+        let model = table(std::slice::from_ref(&spec));
+        let config = config(OptimizerKind::Adafactor, ZeroStage::Replicated);
+        let error = ZeroOptimizer::new(vec![spec], model, config, groups).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "parameter `w` of shape [2, 4] has no dimension 2 to be cut along"
+        );
+    });
+}
+
+#[test]
 fn threads_change_no_bit_of_any_rule() {
     for optim in OptimizerKind::ALL {
         let one = config(optim, ZeroStage::OptimizerState);

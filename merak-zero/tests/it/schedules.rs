@@ -147,7 +147,7 @@ fn numbers_out_of_range_are_refused() {
     let error = LrSchedule::new(LrSchedulerType::Polynomial, &none, 1e-8, 0, 10);
     assert_eq!(
         error.unwrap_err().to_string(),
-        "`lr_end` is 0.0000001, expected a number of at least 0 and below the learning rate"
+        "`lr_end` is 1e-7, expected a number of at least 0 and below the learning rate"
     );
     let error = LrSchedule::new(LrSchedulerType::Linear, &none, f64::NAN, 0, 10);
     assert!(error.is_err());
