@@ -1,6 +1,7 @@
 //! Text to tokens and back.
 
 mod byte_level;
+mod damage;
 mod encoded;
 
 use std::{
@@ -14,6 +15,7 @@ use merak_mpu::names::{did_you_mean, nearest};
 use serde_json::json;
 
 use self::byte_level::{END_NAME, byte_level_bpe, byte_names, bytes_as_hugging_face, is_of_bytes};
+use self::damage::guarded;
 pub use self::encoded::Encoded;
 use super::{
     bpe::{Merges, WordCounts},
@@ -127,12 +129,14 @@ impl Tokenizer {
 
     /// The content of a `tokenizer.json`.
     fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| failure(path, &e))?;
+        damage::check(bytes).map_err(|reason| failure(path, &reason))?;
+        let mut inner = guarded(path, || tokenizers::Tokenizer::from_bytes(bytes))?;
         // The run decides the length of samples.
         inner
             .with_truncation(None)
             .map_err(|e| failure(path, &e))?
             .with_padding(None);
+        damage::try_out(path, &inner)?;
         let end = END_NAMES.iter().find_map(|name| inner.token_to_id(name));
         Ok(Self(Kind::File {
             path: path.to_path_buf(),
@@ -242,8 +246,7 @@ impl Tokenizer {
             Kind::Bytes => Ok(text.iter().map(|byte| u32::from(*byte)).collect()),
             Kind::File { path, inner, .. } => {
                 let text = as_utf8(path, text)?;
-                let encoding = inner.encode_fast(text, false);
-                let encoding = encoding.map_err(|e| failure(path, &e))?;
+                let encoding = guarded(path, || inner.encode_fast(text, false))?;
                 Ok(encoding.get_ids().to_vec())
             }
         }
@@ -278,7 +281,7 @@ impl Tokenizer {
                 Ok(bytes.map(|(at, byte)| (byte.into(), at..at + 1)).collect())
             }
             Kind::File { path, inner, .. } => {
-                let encoding = inner.encode(text, special).map_err(|e| failure(path, &e))?;
+                let encoding = guarded(path, || inner.encode(text, special))?;
                 let pieces = encoding.get_ids().iter().zip(encoding.get_offsets());
                 Ok(pieces
                     .map(|(&id, &(start, end))| (id, start..end))
@@ -298,7 +301,7 @@ impl Tokenizer {
             Kind::Bytes => self.encode(text.as_ref()),
             Kind::File { path, inner, .. } => {
                 let text = as_utf8(path, text.as_ref())?;
-                let encoding = inner.encode(text, true).map_err(|e| failure(path, &e))?;
+                let encoding = guarded(path, || inner.encode(text, true))?;
                 Ok(encoding.get_ids().to_vec())
             }
         }
@@ -349,9 +352,7 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         match &self.0 {
             Kind::Bytes => Ok(String::from_utf8_lossy(&bytes_of(ids)).into_owned()),
-            Kind::File { path, inner, .. } => {
-                inner.decode(ids, true).map_err(|e| failure(path, &e))
-            }
+            Kind::File { path, inner, .. } => guarded(path, || inner.decode(ids, true)),
         }
     }
 

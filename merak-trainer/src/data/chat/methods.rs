@@ -7,6 +7,8 @@ use minijinja::{
 };
 use minijinja_contrib::pycompat::unknown_method_callback;
 
+use super::printf;
+
 /// Calls a method that a value does not have by itself.
 pub(super) fn call(
     state: &mut State<'_, '_>,
@@ -36,6 +38,7 @@ fn of_text(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Er
             let (suffix,): (&str,) = from_args(args)?;
             text.strip_suffix(suffix).unwrap_or(text).into()
         }
+        "format" => printf::str_format(text, args)?,
         "partition" | "rpartition" => partition(text, method == "rpartition", args)?,
         "find" | "rfind" => position(text, method == "rfind", args)?
             .unwrap_or(-1)

@@ -10,14 +10,14 @@ use minijinja::{
 use serde_json::{Map, Value};
 
 use super::clock::LocalTime;
-use super::{methods, python};
+use super::{
+    methods, operators, printf, python,
+    source::{self, Source},
+};
 
 /// Around the text of a `{% generation %}` block: characters that no text has, as Unicode keeps
 /// them for a program's own use.
 const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
-
-/// The filter that a `{% generation %}` block becomes.
-const FILTER: &str = "merak_generation";
 
 /// Steps after which a template is taken to be without end.
 const FUEL: u64 = 50_000_000;
@@ -57,7 +57,10 @@ impl ChatTemplate {
     ///
     /// What is wrong with it.
     pub(crate) fn new(source: &str, special_tokens: Map<String, Value>) -> Result<Self, String> {
-        let (source, has_generation) = with_filters(source);
+        let Source {
+            text,
+            has_generation,
+        } = Source::of(source);
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder()
             .trim_blocks(true)
@@ -69,7 +72,12 @@ impl ChatTemplate {
         environment.set_unknown_method_callback(methods::call);
         environment.set_formatter(python::print);
         environment.add_filter("tojson", python::tojson);
-        environment.add_filter(FILTER, |text: String| {
+        environment.add_filter("join", python::join);
+        environment.add_filter("string", python::string);
+        environment.add_filter("format", printf::filter);
+        environment.add_function(operators::CONCAT, python::concat);
+        environment.add_function(operators::REM, printf::rem);
+        environment.add_filter(source::FILTER, |text: String| {
             let [begin, end] = MARKS;
             format!("{begin}{text}{end}")
         });
@@ -83,7 +91,7 @@ impl ChatTemplate {
             text.map_err(|error| Error::new(ErrorKind::InvalidOperation, error))
         });
         environment
-            .add_template_owned("chat", source)
+            .add_template_owned("chat", text)
             .map_err(|error| reason(&error))?;
         Ok(Self {
             environment,
@@ -292,32 +300,6 @@ fn unmarked(marked: &str) -> Answered {
         }
     }
     found
-}
-
-/// A template whose `{% generation %}` blocks are filters, which treat blanks and names alike; and
-/// whether it has such blocks.
-fn with_filters(source: &str) -> (String, bool) {
-    let mut out = String::with_capacity(source.len());
-    let (mut rest, mut has) = (source, false);
-    while let Some(begin) = rest.find("{%") {
-        let (before, tag) = rest.split_at(begin);
-        out.push_str(before);
-        let end = tag.find("%}").map_or(tag.len(), |end| end + 2);
-        let (tag, behind) = tag.split_at(end);
-        let inner = tag.trim_start_matches("{%").trim_end_matches("%}");
-        let name = inner.trim_matches(|c: char| c == '-' || c == '+' || c.is_whitespace());
-        match name {
-            "generation" => {
-                has = true;
-                out.push_str(&tag.replace("generation", &format!("filter {FILTER}")));
-            }
-            "endgeneration" => out.push_str(&tag.replace("endgeneration", "endfilter")),
-            _ => out.push_str(tag),
-        }
-        rest = behind;
-    }
-    out.push_str(rest);
-    (out, has)
 }
 
 impl std::fmt::Debug for ChatTemplate {

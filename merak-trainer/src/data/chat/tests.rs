@@ -1,5 +1,7 @@
 //! Chats beside transformers' `apply_chat_template`, and chats that are refused.
 
+mod python;
+
 use serde_json::json;
 
 use super::*;

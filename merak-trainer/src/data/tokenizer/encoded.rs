@@ -1,6 +1,6 @@
 //! Texts and pairs of texts with special tokens around them, cut to a length.
 
-use super::{BYTES_END, Kind, Tokenizer, failure};
+use super::{BYTES_END, Kind, Tokenizer, damage::guarded, failure};
 use crate::error::Result;
 
 /// Tokens of a text or a pair of texts, with the special tokens around them, and the text that each
@@ -68,9 +68,7 @@ impl Tokenizer {
             })
         };
         let encoded = texts.iter().map(encode);
-        encoded
-            .collect::<tokenizers::Result<_>>()
-            .map_err(|e| failure(path, &e))
+        guarded(path, || encoded.collect())
     }
 }
 
