@@ -9,4 +9,5 @@ set -eu
 
 hosts=()
 [[ -z ${HOSTFILE:-} ]] || hosts=(--hostfile "$HOSTFILE")
-exec mpirun -n "${NPROC:-4}" "${hosts[@]}" merak train "$@" --distributed.engine mpi --resume auto
+exec mpirun -n "${NPROC:-4}" "${hosts[@]}" \
+    merak train "$1" --distributed.engine mpi --resume auto "${@:2}"

@@ -11,8 +11,8 @@
 set -eu
 : "${1:?usage: nccl.sh CONFIG [OPTIONS]}"
 
-train=(train "$@" --distributed.engine nccl
-    --compute.backend tch --compute.device cuda --resume auto)
+train=(train "$1" --distributed.engine nccl
+    --compute.backend tch --compute.device cuda --resume auto "${@:2}")
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     exec srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --wait=60 merak "${train[@]}"
 fi

@@ -14,7 +14,7 @@
 set -u
 : "${1:?usage: sbatch slurm-threads.sh CONFIG [OPTIONS]}"
 
-srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" merak train "$@" --resume auto
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" merak train "$1" --resume auto "${@:2}"
 status=$?
 if [[ $status -eq 138 ]]; then
     scontrol requeue "$SLURM_JOB_ID"

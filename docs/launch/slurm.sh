@@ -18,7 +18,7 @@ set -u
 # The first of the step's hosts is where rank 0 is found; its port follows from the job's number.
 # A task that fails ends the step with its own status, once the others have named it.
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --wait=60 \
-    merak train "$@" --resume auto
+    merak train "$1" --resume auto "${@:2}"
 status=$?
 if [[ $status -eq 138 ]]; then
     scontrol requeue "$SLURM_JOB_ID"

@@ -13,7 +13,7 @@ pids=()
 for ((rank = 0; rank < ${#hosts[@]} * each; rank++)); do
     line="cd $(printf %q "$PWD") && RANK=$rank WORLD_SIZE=$((${#hosts[@]} * each)) \
 LOCAL_RANK=$((rank % each)) LOCAL_WORLD_SIZE=$each \
-MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-29500} exec merak train $(printf '%q ' "$@")--resume auto"
+MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-29500} exec merak train $(printf '%q ' "$1" --resume auto "${@:2}")"
     ${REMOTE:-ssh -tt} "${hosts[rank / each]}" "$line" </dev/null &
     pids+=($!)
 done

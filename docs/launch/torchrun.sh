@@ -14,4 +14,4 @@ exec torchrun \
     --nproc-per-node "${NPROC_PER_NODE:-4}" \
     --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
     --max-restarts "${MAX_RESTARTS:-0}" --no-python \
-    merak train "$@" --resume auto
+    merak train "$1" --resume auto "${@:2}"

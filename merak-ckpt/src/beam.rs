@@ -171,15 +171,16 @@ impl BeamSearch {
 
     /// The beams of a prompt that wait for a token; none when the prompt is done.
     pub fn rows(&self, prompt: u64) -> Vec<Row<'_>> {
-        let first = prompt * self.num_beams as u64;
-        let numbers = first..first + self.num_beams as u64;
+        let beams = self.num_beams as u64;
+        let numbers = (0..beams).filter_map(|beam| prompt.checked_mul(beams)?.checked_add(beam));
         numbers.filter_map(|number| self.row(number)).collect()
     }
 
     /// A beam by its sequence number, while it waits for a token.
     pub fn row(&self, sequence: u64) -> Option<Row<'_>> {
         let (prompt, beam) = self.beam_of(sequence);
-        let beams = &self.prompts[self.index(prompt)];
+        let index = usize::try_from(prompt.checked_sub(self.first_prompt)?).ok()?;
+        let beams = self.prompts.get(index)?;
         let tokens = &beams.running.get(beam).filter(|_| !beams.is_done)?.tokens;
         let is_short = tokens.len() - beams.prompt_length < self.min_new_tokens;
         Some(Row {

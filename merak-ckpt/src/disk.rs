@@ -137,20 +137,12 @@ pub fn open_to_write(path: &Path, options: &OpenOptions) -> io::Result<File> {
     Ok(file)
 }
 
-/// Replaces the whole content of a file.
-///
-/// # Errors
-/// As for [`open_to_write`], and when the system refuses to write.
-pub fn write_regular(path: &Path, content: &[u8]) -> io::Result<()> {
-    create_regular(path)?.write_all(content)
-}
-
 fn create_regular(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     open_to_write(path, options.write(true).create(true).truncate(true))
 }
 
-fn check_is_regular(metadata: &Metadata) -> io::Result<()> {
+pub(crate) fn check_is_regular(metadata: &Metadata) -> io::Result<()> {
     if metadata.is_file() {
         return Ok(());
     }

@@ -54,6 +54,19 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
+    /// The destination of a new checkpoint has others, which it would take the place of.
+    #[error(
+        "{} has checkpoints already, the last of them {last}, and `latest` would name the new one instead: expected a destination without any{}; name another, or move these away",
+        file(path), or_earlier(*takes_earlier)
+    )]
+    OtherCheckpoints {
+        /// The folder of checkpoints.
+        path: PathBuf,
+        /// The name of the last one there.
+        last: String,
+        /// Whether earlier ones of the same run would do.
+        takes_earlier: bool,
+    },
     /// Another process is writing there.
     #[error(
         "{} is being written by {}: wait until that has ended",
@@ -104,6 +117,19 @@ pub enum Error {
         path: PathBuf,
         /// Why not.
         reason: String,
+    },
+    /// A checkpoint without its adapter would not be the model that this was trained for.
+    #[error(
+        "cannot take the adapter out of {}: beside its factors the run trained {} (`modules_to_save` or `bias` in its adapter_config.json), whose values from before the checkpoint does not have: use the model that the run started from{}",
+        file(path), listed(params), started_from(base.as_deref())
+    )]
+    TrainedWhole {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// The parameters that would keep their trained values.
+        params: Vec<String>,
+        /// The model that the run started from, by the adapter's description.
+        base: Option<String>,
     },
     /// A checkpoint of this crate, or a folder of checkpoints, lies where a model's folder was to
     /// be read.
@@ -280,11 +306,13 @@ impl Error {
             }
             Self::NotFound { .. }
             | Self::AlreadyExists { .. }
+            | Self::OtherCheckpoints { .. }
             | Self::InUse { .. }
             | Self::NotACheckpoint { .. }
             | Self::NewerVersion { .. }
             | Self::Damaged { .. }
             | Self::Foreign { .. }
+            | Self::TrainedWhole { .. }
             | Self::OwnFormat { .. }
             | Self::MissingTensor { .. }
             | Self::ShapeMismatch { .. }
@@ -459,6 +487,32 @@ fn too_much(what: &str, found: u64, limit: u64) -> String {
         "bytes" => beyond(found, limit),
         what => format!("{found} {what}, the limit is {limit}"),
     }
+}
+
+/// The most names that a message lists.
+const MAX_LISTED: usize = 3;
+
+/// The first of some names, and how many more there are.
+fn listed(names: &[String]) -> String {
+    let shown = names.iter().take(MAX_LISTED);
+    let shown: Vec<_> = shown.map(|name| format!("`{}`", brief(name))).collect();
+    let shown = shown.join(", ");
+    match names.len().saturating_sub(MAX_LISTED) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
+fn or_earlier(takes_earlier: bool) -> &'static str {
+    if takes_earlier {
+        ", or with earlier ones of the same run that `merak-ckpt reshard` wrote"
+    } else {
+        ""
+    }
+}
+
+fn started_from(base: Option<&str>) -> String {
+    base.map_or_else(String::new, |base| format!(", {}", brief(base)))
 }
 
 fn hint(found: Option<&Path>) -> String {

@@ -17,7 +17,9 @@ pub const BEST: &str = "best";
 /// Folder of an output folder that holds the checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
 /// File that describes the model, in folders of Hugging Face and beside the manifest.
-pub(crate) const CONFIG: &str = "config.json";
+pub const CONFIG: &str = "config.json";
+/// File in which a run notes its configuration, in its output folder.
+pub const RUN_CONFIG: &str = "config.resolved.toml";
 
 /// Largest manifest that is read.
 pub const MAX_MANIFEST_BYTES: u64 = 256 << 20;

@@ -247,6 +247,12 @@ impl Default for GenerateOptions {
 }
 
 impl GenerateOptions {
+    /// Upper bound on beams: more than any search profits from is a typing mistake.
+    pub const MAX_BEAMS: u32 = 1024;
+
+    /// Upper bound on the number of the first prompt, which leaves room for those of all others.
+    pub const MAX_FIRST_PROMPT: u64 = 1 << 48;
+
     pub(crate) fn check(&self) -> Result<()> {
         let [temperature, top_p, min_p, penalty, power] = [
             self.temperature,
@@ -257,6 +263,9 @@ impl GenerateOptions {
         ];
         let count = |count: usize| (count > 0, count.to_string(), "at least 1");
         let number = |is_legal, number: f64, expected| (is_legal, number.to_string(), expected);
+        let (beams, first) = (self.num_beams, self.first_prompt);
+        let are_few = (1..=Self::MAX_BEAMS as usize).contains(&beams);
+        let leaves_room = first <= Self::MAX_FIRST_PROMPT;
         let is_finite = |number: f64| number.is_finite();
         let checks = [
             ("max_new_tokens", count(self.max_new_tokens)),
@@ -280,7 +289,11 @@ impl GenerateOptions {
                 "repetition_penalty",
                 number(is_finite(penalty) && penalty > 0.0, penalty, "more than 0"),
             ),
-            ("num_beams", count(self.num_beams)),
+            ("num_beams", (are_few, beams.to_string(), "from 1 to 1024")),
+            (
+                "first_prompt",
+                (leaves_room, first.to_string(), "at most 2^48"),
+            ),
             (
                 "length_penalty",
                 number(is_finite(power), power, "a finite number"),

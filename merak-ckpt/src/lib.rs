@@ -135,6 +135,7 @@ mod degrees;
 mod diff;
 mod disk;
 mod draft;
+mod draft_file;
 mod draft_folder;
 mod dtype;
 mod error;
@@ -174,10 +175,9 @@ pub use cut::Cut;
 pub use diff::{
     DiffReport, DiffSummary, Difference, Largest, TensorDiff, Tolerance, ValueDiff, diff,
 };
-pub use disk::{
-    MAX_CONFIG_BYTES, open_regular, open_to_write, read_regular, read_text, write_regular,
-};
+pub use disk::{MAX_CONFIG_BYTES, open_regular, open_to_write, read_regular, read_text};
 pub use draft::Draft;
+pub use draft_file::{DraftFile, replace_file};
 pub use draft_folder::DraftBeside;
 pub use dtype::{DType, UnknownDType};
 pub use error::{BoxError, Damage, Error, Problem, Result};
@@ -194,8 +194,8 @@ pub use kind::Kind;
 pub use layout::{Layout, Part};
 pub use lock_file::{HeldFile, lies_at};
 pub use lora::{
-    ADAPTER_CONFIG, ADAPTER_FOLDER, Adapter, FactorName, FactorRole, LoraConfig, extract_lora,
-    has_lora, merge_lora, replace_lora, squares_of_outputs,
+    ADAPTER_CONFIG, ADAPTER_FOLDER, Adapter, FactorName, FactorRole, LoraConfig, check_replaceable,
+    extract_lora, has_lora, merge_lora, replace_lora, squares_of_outputs,
 };
 #[cfg(feature = "graph")]
 pub use lora::{ADAPTER_NAMES, AdaptError, Adapted, UnmatchedTarget, adapt, is_adapter_name};

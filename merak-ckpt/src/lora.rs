@@ -18,6 +18,7 @@ mod graph;
 mod low_rank;
 mod merge;
 mod product;
+mod replace;
 #[cfg(feature = "graph")]
 mod unmatched;
 
@@ -30,6 +31,7 @@ pub use graph::{ADAPTER_NAMES, AdaptError, Adapted, adapt, is_adapter_name};
 pub use merge::merge_lora;
 pub(crate) use merge::{copy_companions, merge_own};
 pub use product::squares_of_outputs;
+pub use replace::check_replaceable;
 #[cfg(feature = "graph")]
 pub use unmatched::UnmatchedTarget;
 

@@ -6,7 +6,10 @@ use crate::error::WithCauses;
 use crate::format::CONFIG;
 use crate::plan::plan;
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, copy_other_files, write_planned};
-use crate::{Checkpoint, Draft, Error, Header, Result, Shard, Stages, Store, Topology, format};
+use crate::{
+    Checkpoint, Draft, Error, Header, Kind, Manifest, Result, Shard, Stages, Store, Topology,
+    format,
+};
 use std::path::{Path, PathBuf};
 
 /// The topology to rewrite a checkpoint for, and the means.
@@ -38,7 +41,9 @@ impl Default for ReshardOptions {
 /// fit a cluster: a file for each rank on its own disk, or one for all.
 ///
 /// `destination` is an output folder, a `checkpoints` folder, or the new checkpoint's own folder
-/// (`step-…`, with the step of the source). Each element is written by one rank:
+/// (`step-…`, with the step of the source). The checkpoints that it has already, if any, must be
+/// earlier ones of the same run that were resharded too: `latest` there names the new one. Each
+/// element is written by one rank:
 ///
 /// - its **stage** is that of [`ReshardOptions::stages`];
 /// - along **tp** a tensor is cut by its [`Cut`](crate::Cut), which the writer of the source noted
@@ -56,7 +61,8 @@ impl Default for ReshardOptions {
 /// # Errors
 /// [`Error::InvalidOption`] for impossible degrees or stages, [`Error::InvalidName`] for a
 /// destination in the source, [`Error::AlreadyExists`] where the destination has a checkpoint of
-/// this step, [`Error::Damaged`] where the source is damaged. Nothing is left at the destination
+/// this step, [`Error::OtherCheckpoints`] where it has others than the said ones,
+/// [`Error::Damaged`] where the source is damaged. Nothing is left at the destination
 /// then.
 ///
 /// # Examples
@@ -102,7 +108,7 @@ pub fn reshard(
         .map(|file| (file.kind.file_name(file.rank), file))
         .collect();
     let header = &source.manifest().header;
-    let draft = start(destination.as_ref(), header.step)?;
+    let draft = start(destination.as_ref(), header.step, Some(source))?;
     finish(&draft, || {
         let folder = draft.path();
         let mut shards = write_planned(source, tensors, &files, &folder, budget)?;
@@ -138,28 +144,91 @@ pub(crate) fn check_outside(source: &Checkpoint, destination: &Path) -> Result<(
     Ok(())
 }
 
-/// Starts the checkpoint of a step at a destination that a user has named.
-pub(crate) fn start(destination: &Path, step: u64) -> Result<Draft> {
-    let name = destination.file_name().and_then(|name| name.to_str());
-    let store = match name.map(|name| (name, format::parse_step_name(name))) {
-        Some((_, Some(named))) if named == step => {
-            Store::new(destination.parent().unwrap_or(Path::new("")))
-        }
-        Some((name, Some(_))) => {
-            return Err(Error::InvalidName {
-                what: "destination of this checkpoint",
-                name: name.to_owned(),
-                rule: "expected the name of its own step, or an output folder",
-            });
-        }
-        Some((format::CHECKPOINTS, _)) => Store::new(destination),
-        _ => Store::in_output_dir(destination),
-    };
+/// Starts the checkpoint of a step at a destination that a user has named. With `source`, whose
+/// tensors it will have, there may be earlier checkpoints of the same run, else none.
+pub(crate) fn start(destination: &Path, step: u64, source: Option<&Checkpoint>) -> Result<Draft> {
+    let store = store_at(destination, step)?;
     let path = store.path_of(step);
     if path.exists() {
         return Err(Error::AlreadyExists { path });
     }
+    check_others(&store, step, source)?;
     store.begin(step)
+}
+
+/// The store that a destination of the checkpoint of a step is in.
+fn store_at(destination: &Path, step: u64) -> Result<Store> {
+    let name = destination.file_name().and_then(|name| name.to_str());
+    match name.map(|name| (name, format::parse_step_name(name))) {
+        Some((_, Some(named))) if named == step => {
+            Ok(Store::new(destination.parent().unwrap_or(Path::new(""))))
+        }
+        Some((name, Some(_))) => Err(Error::InvalidName {
+            what: "destination of this checkpoint",
+            name: name.to_owned(),
+            rule: "expected the name of its own step, or an output folder",
+        }),
+        Some((format::CHECKPOINTS, _)) => Ok(Store::new(destination)),
+        _ => Ok(Store::in_output_dir(destination)),
+    }
+}
+
+/// Refuses a store whose checkpoints a new one would take the place of: what resumes or reads
+/// there would go on with another model.
+fn check_others(store: &Store, step: u64, source: Option<&Checkpoint>) -> Result<()> {
+    // What is no folder is refused where one is made.
+    let steps = if store.folder().is_dir() {
+        store.steps()?
+    } else {
+        Vec::new()
+    };
+    let Some(&last) = steps.last() else {
+        return Ok(());
+    };
+    let is_earlier = |source: &Checkpoint| {
+        last < step
+            && !is_of_run(store)
+            && steps
+                .iter()
+                .all(|&other| is_same_run(&store.path_of(other), source))
+    };
+    if source.is_some_and(is_earlier) {
+        return Ok(());
+    }
+    Err(Error::OtherCheckpoints {
+        path: store.folder().to_owned(),
+        last: format::step_name(last),
+        takes_earlier: source.is_some(),
+    })
+}
+
+/// Whether a run has written into the output folder that a store is in.
+fn is_of_run(store: &Store) -> bool {
+    let is_in_output_dir = store.folder().ends_with(format::CHECKPOINTS);
+    let beside = store.folder().with_file_name(format::RUN_CONFIG);
+    is_in_output_dir && beside.exists()
+}
+
+/// Whether the checkpoint in a folder is of the run of another one, as far as they tell: model,
+/// tensors, seeds and data are the same.
+fn is_same_run(folder: &Path, source: &Checkpoint) -> bool {
+    let Ok(other) = Checkpoint::load(folder) else {
+        return false;
+    };
+    let (own, other) = (source.manifest(), other.manifest());
+    let lasting = |manifest: &Manifest| {
+        let state = &manifest.header.state;
+        ["seed", "data_seed", "data"].map(|name| state.get(name).cloned())
+    };
+    let shapes = |manifest: &Manifest| -> Vec<(String, Vec<usize>)> {
+        let parameters = manifest.tensors_of(&Kind::Parameter);
+        parameters
+            .map(|entry| (entry.name.clone(), entry.shape.clone()))
+            .collect()
+    };
+    own.header.model == other.header.model
+        && lasting(own) == lasting(other)
+        && shapes(own) == shapes(other)
 }
 
 /// Commits what `write` has written, or removes the draft.

@@ -11,6 +11,7 @@ use crate::shard::{Outgoing, Sink, Supply, write_from};
 use crate::{Checkpoint, Error, Layout, Piece, Result, Shard, TensorEntry};
 use std::cell::RefCell;
 use std::io::{Read, Write};
+use std::panic;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -193,9 +194,10 @@ impl Supply for Stream<'_> {
                 // The reader may have ended.
                 let _ = spare.send(batch);
             }
-            if let Ok(empty) = reader.join() {
-                left.replace(empty.try_iter().collect());
-            }
+            let empty = reader
+                .join()
+                .unwrap_or_else(|panic| panic::resume_unwind(panic));
+            left.replace(empty.try_iter().collect());
             Ok(())
         })
     }

@@ -26,15 +26,15 @@ use crate::{
     error::{Error, FolderError, Result, chain},
     machine::host_name,
 };
-use check::{check_link, check_names, check_place};
+use check::{check_link, check_names, check_outside_data, check_place};
 use lock::{MadeFolders, is_held_by, lock, not_held};
-use merak_ckpt::{HeldFile, words::file, write_regular};
+use merak_ckpt::{HeldFile, replace_file, words::file};
 use moves::{recover, remove_aside};
 pub(crate) use recovered::Contents;
 use start::{Found, Start, adapter_of};
 use std::{
-    fs,
-    path::PathBuf,
+    fs, io,
+    path::{Path, PathBuf},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -52,14 +52,8 @@ pub(crate) const OWN_CHECKPOINTS: [&str; 2] = ["latest", AUTO];
 /// Where a run's records are in its folder.
 pub const METRICS_FILE: &str = "metrics.jsonl";
 
-/// Its name while it is written anew or copied.
-pub(crate) const METRICS_DRAFT: &str = "metrics.jsonl.new";
-
 /// The page about a run, in its folder.
 pub(crate) const REPORT_FILE: &str = "report.html";
-
-/// Its name while it is written anew.
-pub(crate) const REPORT_DRAFT: &str = "report.html.new";
 
 /// The actions of the profiled steps, in its folder.
 pub(crate) const TRACE_FILE: &str = "trace.json";
@@ -115,6 +109,27 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
+    /// The files and folders of a run, below its folder.
+    ///
+    /// # Errors
+    /// When the folder cannot be read.
+    pub fn entries(folder: &Path) -> io::Result<Vec<PathBuf>> {
+        let entries = moves::run_in(folder, false)?.into_iter();
+        Ok(entries.map(|entry| folder.join(entry)).collect())
+    }
+
+    /// Refuses a folder, which `named_by` names, within the data that these arguments name.
+    ///
+    /// # Errors
+    /// [`FolderError::InData`].
+    pub fn check_outside_data(
+        args: &CheckedArguments,
+        named_by: &'static str,
+        folder: &Path,
+    ) -> Result<()> {
+        check_outside_data(args, named_by, folder)
+    }
+
     /// Checks what [`RunFolder::take`] would refuse. Changes nothing.
     ///
     /// # Errors
@@ -123,6 +138,7 @@ impl RunFolder {
     pub fn check(args: &CheckedArguments) -> Result<()> {
         let path = args.run_folder()?;
         check_link(&path)?;
+        check_outside_data(args, "\"output_dir\"", &path)?;
         check_place(&path)?;
         HeldFile::check(&path.join(LOCK)).map_err(|error| not_held(&path, error))?;
         check_names(&path)?;
@@ -133,6 +149,7 @@ impl RunFolder {
     /// `resolved`. A run that is there stays as it is until [`RunFolder::begin`].
     ///
     /// # Errors
+    /// [`FolderError::InData`] where the data lie around it,
     /// [`FolderError::RunInUse`] where another process writes it, [`FolderError::RunExists`] where
     /// it has a run that this one neither goes on with nor replaces, [`FolderError::AdapterExists`]
     /// where it has an adapter of no run; when something else lies where the run writes, or the
@@ -141,6 +158,7 @@ impl RunFolder {
         let path = args.run_folder()?;
         let failed = FolderError::output_dir(&path);
         check_link(&path)?;
+        check_outside_data(args, "\"output_dir\"", &path)?;
         let made = MadeFolders::make(&path).map_err(failed)?;
         let lock = lock(&path)?;
         let start = Start::of(args, &path);
@@ -202,7 +220,7 @@ impl RunFolder {
     /// When the folder cannot be changed.
     pub fn begin(&self, from: Option<u64>) -> Result<()> {
         self.make_room(from)
-            .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
+            .and_then(|()| replace_file(&self.path.join(RESOLVED), self.resolved.as_bytes()))
             .map_err(FolderError::output_dir(&self.path))
     }
 
@@ -252,7 +270,7 @@ impl RunFolder {
         }
         if lock.is_in_place() {
             let path = file(&resolved);
-            match write_regular(&resolved, self.resolved.as_bytes()) {
+            match replace_file(&resolved, self.resolved.as_bytes()) {
                 Ok(()) => tracing::warn!(%path, "the file was removed: it is made anew"),
                 Err(error) => {
                     self.has_lost.store(true, Ordering::Relaxed);
@@ -262,7 +280,7 @@ impl RunFolder {
             return;
         }
         let renewed = fs::create_dir_all(&self.path)
-            .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
+            .and_then(|()| replace_file(&self.path.join(RESOLVED), self.resolved.as_bytes()))
             .map_err(FolderError::output_dir(&self.path))
             .and_then(|()| self::lock(&self.path));
         let path = self.path.display();

@@ -125,12 +125,21 @@ fn run(cli: Cli, screen: &Screen) -> Outcome {
     }
 }
 
-/// The command line with `--log FILTER` moved to the front, since every option after CONFIG is a
-/// configuration key. Behind `--`, which parts a command from what it launches, words stay.
+/// The command line with `--log FILTER` moved to the front, and `--help` to its command, since
+/// every option after CONFIG is a configuration key. Behind `--`, which parts a command from what
+/// it launches, words stay, and behind `launch` a `--help` may be that of what it launches.
 fn arguments() -> Vec<OsString> {
     let mut words: Vec<OsString> = std::env::args_os().collect();
     let end = words.iter().position(|word| word == "--");
     let end = end.unwrap_or(words.len());
+    let command = behind_command(&words);
+    if let Some(at) = words[..end].iter().position(|word| word == "--help")
+        && (1..at).contains(&command)
+        && words[command - 1] != "launch"
+    {
+        let help = words.remove(at);
+        words.insert(command, help);
+    }
     if let Some(at) = words[..end].iter().position(|word| word == "--log")
         && at + 1 < end
     {
@@ -138,4 +147,17 @@ fn arguments() -> Vec<OsString> {
         words.splice(1..1, log);
     }
     words
+}
+
+/// The place behind the words that name a command; 0 where options of no command come first.
+fn behind_command(words: &[OsString]) -> usize {
+    let (mut command, mut at) = (Cli::command(), 1);
+    if words.get(at).is_some_and(|word| word == "--log") {
+        at += 2;
+    }
+    let first = at;
+    while let Some(named) = words.get(at).and_then(|word| command.find_subcommand(word)) {
+        (command, at) = (named.clone(), at + 1);
+    }
+    if at > first { at } else { 0 }
 }

@@ -13,6 +13,7 @@ use crate::{
 };
 use merak_ckpt::words::Bytes;
 use merak_partition::{ForwardBytes, cached_bytes, forward_bytes};
+use merak_zero::{ExchangeBytes, ParamSpec};
 use std::fmt;
 use threads::touched_bytes;
 
@@ -51,6 +52,8 @@ pub struct MemoryNeed {
     /// memory may be kept for later ones. A trainer reports those of gradients that there were at
     /// once.
     pub exchange: usize,
+    /// The gathered buckets of parameters among these, which a run counts as activations.
+    pub gathered: usize,
     /// Gradients of the parameters, with one more for each further use of a tied parameter.
     pub gradients: usize,
     /// Optimizer state.
@@ -197,14 +200,19 @@ impl Plan {
         rank: usize,
     ) -> Result<MemoryNeed> {
         let (training, width) = (self.training_bytes(rank)?, value_width(args));
+        let exchange = self.exchange_bytes(args, rank)?;
+        let gathered = exchange.weight_bucket;
+        let exchange = [exchange.sums, exchange.gathers, gathered].into_iter();
         let mut need = MemoryNeed {
             files: self.file_bytes(args, rank)?,
-            exchange: self.exchange_bytes(args, rank)?,
+            exchange: exchange.fold(0, usize::saturating_add),
+            gathered,
             weights: training.weights,
             gradients: training.gradients,
             optimizer: training.optimizer,
             ..MemoryNeed::default()
         };
+        self.own_whole(args, rank, &mut need)?;
         for &workload in workloads {
             let programs = |forward| self.inference_programs(self.stages_of(rank), forward);
             let ForwardBytes { activations, pool } = match workload {
@@ -242,20 +250,58 @@ impl Plan {
         Ok(need)
     }
 
-    /// The copies of buckets that a rank exchanges with its replicas.
-    fn exchange_bytes(&self, args: &CheckedArguments, rank: usize) -> Result<usize> {
+    /// The copies of buckets that a rank exchanges with its replicas, with all buckets of weights
+    /// that it has at once.
+    fn exchange_bytes(&self, args: &CheckedArguments, rank: usize) -> Result<ExchangeBytes> {
+        let specs = self.trained_specs(args, rank)?;
+        let mut bytes = args.zero_config(1).exchange_bytes(specs, args.replicas())?;
+        let all = self.rank_programs(rank)?.sums().trained_bytes;
+        bytes.weight_bucket = bytes.weight_bucket.saturating_mul(MOST_BUCKETS).min(all);
+        Ok(bytes)
+    }
+
+    /// The optimizer's view of the parameters that a rank trains.
+    fn trained_specs(&self, args: &CheckedArguments, rank: usize) -> Result<Vec<ParamSpec>> {
         let programs = self.rank_programs(rank)?;
         let trained = programs.params.iter().filter(|param| param.trainable);
         let groups = ParamGroups::new(args, &self.graph);
         let specs = trained.enumerate();
         let specs = specs.map(|(index, param)| groups.spec(param, index));
-        let bytes = args
-            .zero_config(1)
-            .exchange_bytes(specs.collect(), args.replicas())?;
-        let all = programs.sums().trained_bytes;
-        let weights = bytes.weight_bucket.saturating_mul(MOST_BUCKETS).min(all);
-        let exchange = [bytes.sums, bytes.gathers, weights].into_iter();
-        Ok(exchange.fold(0, usize::saturating_add))
+        Ok(specs.collect())
+    }
+
+    /// Where the optimizer needs whole parameters, a rank may own more than an equal part of them,
+    /// and keeps less state for most. The need becomes that of the rank that owns most.
+    fn own_whole(&self, args: &CheckedArguments, rank: usize, need: &mut MemoryNeed) -> Result<()> {
+        let (config, replicas) = (args.zero_config(1), args.replicas());
+        let specs = self.trained_specs(args, rank)?;
+        let mut whole = specs.iter();
+        if !whole.any(|spec| config.optimizer.needs_whole(spec)) {
+            return Ok(());
+        }
+        let sums = self.rank_programs(rank)?.sums();
+        let most = config.most_owned(specs, replicas)?;
+        let (held, kept) = (param_bytes(args, replicas), kept_bytes(args, replicas));
+        let more = most.elements.saturating_sub(sums.trained / replicas);
+        let more = more.saturating_mul(size_of::<f32>());
+        let owned_alone = if sums.narrow > 0 {
+            held.master.ranks
+        } else {
+            held.weight_ranks
+        };
+        if owned_alone > 1 {
+            need.weights += more;
+        }
+        if held.gradient.ranks > 1 {
+            need.gradients += more;
+        }
+        let state = most.state.saturating_mul(size_of::<f32>());
+        if held.state == kept.state {
+            need.optimizer = state;
+        } else {
+            need.files = need.files.saturating_sub(kept.state.of(sums.trained)) + state;
+        }
+        Ok(())
     }
 
     /// The state and masters that a rank keeps in files.

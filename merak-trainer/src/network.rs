@@ -103,9 +103,9 @@ impl Exchange {
         (self.share)(world as f64)
     }
 
-    /// The median time of `steps` runs on this rank, all ranks of the group starting together. Each
-    /// hands in `bytes` bytes of its host's memory, with the same whole number of elements for each
-    /// rank.
+    /// The median time of `steps` runs, at least one, on this rank, all ranks of the group starting
+    /// together. Each hands in `bytes` bytes of its host's memory, with the same whole number of
+    /// elements for each rank.
     ///
     /// # Communication
     /// The runs and one more, each after a barrier.
@@ -148,6 +148,7 @@ impl Exchange {
         make: &Make,
     ) -> Result<Vec<Duration>> {
         let len = bytes / size_of::<f32>();
+        let steps = steps.max(1);
         let mut times = Vec::with_capacity(steps);
         let (mut data, mut own) = (make(len)?, Vec::new());
         // The first run wakes threads and touches memory.

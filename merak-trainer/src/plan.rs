@@ -30,7 +30,7 @@ use merak_partition::{
 use merak_tp::{Options, Sequence, rewrite_with};
 use merak_trace::{
     Axis, Node, Param, Shard, StageCuts, StageProgram,
-    models::{Head, Objective, TraceOptions},
+    models::{Head, Model, Objective, TraceOptions},
     op::Class,
 };
 use merak_zero::{KeptBytes, ZeroConfig};
@@ -246,6 +246,14 @@ impl Plan {
         let cuts = StageCuts::new(&graph, bounds)?;
         let program = |stage| Ok(StageProgram::inference(&graph, &cuts, stage)?);
         stages.into_iter().map(program).collect()
+    }
+
+    /// The logits of a model, traced in the sizes of this plan.
+    ///
+    /// # Errors
+    /// When the model takes no sequences of that length.
+    pub(crate) fn logits_of(&self, model: &dyn Model) -> merak_trace::Result<merak_trace::Graph> {
+        model.trace(&self.draft.trace.clone().with_head(Head::Logits))
     }
 
     /// The work, memory and messages of each stage.

@@ -231,20 +231,22 @@ impl DegreeSearch<'_> {
             return items.iter().map(work).collect();
         }
         let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-        thread::scope(|scope| {
-            for _ in 0..num_cores().min(items.len()) {
-                scope.spawn(|| {
-                    while let Some(item) = {
-                        let at = next.fetch_add(1, Ordering::Relaxed);
-                        items.get(at).map(|item| (at, item))
-                    } {
-                        let (at, item) = item;
-                        let result = work(item);
-                        let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
-                        done.push((at, result));
-                    }
-                });
+        let work_off = || {
+            loop {
+                let at = next.fetch_add(1, Ordering::Relaxed);
+                let Some(item) = items.get(at) else { return };
+                let result = work(item);
+                let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+                done.push((at, result));
             }
+        };
+        thread::scope(|scope| {
+            for _ in 1..num_cores().min(items.len()) {
+                let thread = thread::Builder::new().name("merak-plan".to_owned());
+                // Those that there are do the work of one that the system does not give.
+                let _ = thread.spawn_scoped(scope, work_off);
+            }
+            work_off();
         });
         let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
         done.sort_by_key(|(at, _)| *at);

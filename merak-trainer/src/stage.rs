@@ -265,6 +265,8 @@ impl RankStages {
             gradients: buffers.map(|b| b.size_bytes()).sum(),
             optimizer: (elements - in_files) * size_of::<f32>(),
             exchange: self.optimizer.most_summed_bytes(),
+            // They come and go.
+            gathered: 0,
             files: in_files * size_of::<f32>() + self.params.num_file_bytes(),
             // The backend counts gathered weights as activations.
             activations: self.peak_activation_bytes().saturating_sub(resident),

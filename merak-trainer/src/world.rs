@@ -143,10 +143,11 @@ impl World {
     /// Between processes, as [`World::agree`], and a broadcast of the JSON.
     ///
     /// # Errors
-    /// As [`World::agree`], where `make` fails.
+    /// As [`World::agree`], where `make` fails; [`Error::Rank`] where this process cannot read what
+    /// the first one has made, as when it is another build.
     ///
     /// # Panics
-    /// Where JSON does not give back what was made.
+    /// Where what was made has no JSON.
     pub fn share<T: Serialize + DeserializeOwned>(
         &self,
         make: impl FnOnce() -> Result<T>,
@@ -158,7 +159,11 @@ impl World {
             let told = group.broadcast_bytes(made, 0);
             made = told.map_err(|error| of_other(member, error))?;
         }
-        Ok(serde_json::from_slice(&made).expect("the first rank wrote it"))
+        serde_json::from_slice(&made).map_err(|error| Error::Rank {
+            rank: 0,
+            cause: format!("it has made what this process cannot read: {error}"),
+            teller: Teller::HereForOther,
+        })
     }
 
     /// What the ranks find out together, each in its process; nothing where they are threads. A

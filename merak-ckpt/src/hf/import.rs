@@ -52,7 +52,8 @@ impl Default for ImportOptions {
 /// `config.json` (see [`HfFolder::correct`]), tokenizer and the like, no optimizer state. Returns
 /// the checkpoint's folder.
 ///
-/// `destination` and the topology are those of [`reshard`](crate::reshard); tensor parallelism cuts
+/// `destination` and the topology are those of [`reshard`](crate::reshard), but there must be no
+/// checkpoint yet; tensor parallelism cuts
 /// by the rules of the configuration's `model_type` where it is one of those that merak-trace knows
 /// by names of Hugging Face. The state of the run is `null`, the model's description
 /// `{"model_type": …, "source": "hugging_face"}`.
@@ -63,7 +64,8 @@ impl Default for ImportOptions {
 /// (tensors of layers that it does not count are left out with a warning),
 /// [`Error::InvalidOption`](crate::Error::InvalidOption) for an impossible topology,
 /// [`Error::AlreadyExists`](crate::Error::AlreadyExists) where the destination has a checkpoint of
-/// step 0, [`Error::Io`](crate::Error::Io) where the disk refuses.
+/// step 0, [`Error::OtherCheckpoints`](crate::Error::OtherCheckpoints) where it has any other,
+/// [`Error::Io`](crate::Error::Io) where the disk refuses.
 pub fn import_hf(
     source: &HfFolder,
     destination: impl AsRef<Path>,
@@ -145,7 +147,7 @@ pub(super) fn import(
         .iter()
         .map(|file| (file.kind.file_name(file.rank), file))
         .collect();
-    let draft = start(destination, origin.header.step)?;
+    let draft = start(destination, origin.header.step, None)?;
     finish(&draft, || {
         let folder = draft.path();
         let watched = Watched::new(values);

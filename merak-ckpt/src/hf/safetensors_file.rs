@@ -28,7 +28,12 @@ pub fn stored_tensors(path: &Path) -> Result<Vec<StoredTensor>> {
     let header_length = u64::from_le_bytes(prefix);
     let limit = format::MAX_HEADER_BYTES.min(length.saturating_sub(8));
     if header_length > limit {
-        let reason = format!("its header has {header_length} bytes, expected at most {limit}");
+        // Such a file begins with the length of its header. Text reads as a length beyond all.
+        let reason = if prefix.iter().all(|byte| byte.is_ascii() && *byte >= b'\t') {
+            "it begins with text, and is no safetensors file".to_owned()
+        } else {
+            format!("its header has {header_length} bytes, expected at most {limit}")
+        };
         return Err(foreign(path, reason));
     }
     let mut header = vec![0; header_length as usize];

@@ -11,7 +11,7 @@ use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, write_planned};
 use crate::{Checkpoint, Error, Kind, Layout, Result, ShardKind, TensorEntry};
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::fs::symlink;
@@ -169,42 +169,69 @@ pub(super) fn own_adapter(source: &Checkpoint) -> Result<Checkpoint> {
 /// The tensors of each adapter.
 fn adapters(source: &Checkpoint) -> Result<BTreeMap<String, Tensors>> {
     let mut adapters: BTreeMap<String, Tensors> = BTreeMap::new();
-    let mut modules = Vec::new();
-    let entries: Vec<_> = source.manifest().tensors_of(&Kind::Parameter).collect();
-    for entry in &entries {
-        if let Some(factor) = FactorName::parse(&entry.name) {
-            let tensors = adapters.entry(factor.adapter.to_owned()).or_default();
-            tensors.insert(factor.in_file(), entry.name.clone());
-            modules.push(factor.layer.to_owned());
-        }
+    for (name, factor) in factors(source) {
+        let tensors = adapters.entry(factor.adapter.to_owned()).or_default();
+        tensors.insert(factor.in_file(), name.to_owned());
     }
     if adapters.is_empty() {
         return Err(foreign(source.path(), "it has no adapter"));
     }
-    let config = LoraConfig::read(&source.path().join(config::FILE))?;
+    let trained = Trained::of(source)?;
     let model = read_json(&source.path().join(CONFIG)).unwrap_or_default();
     let family = family_of(&model);
-    let is_adapted = |module: &str| modules.iter().any(|adapted| adapted == module);
-    for entry in entries {
-        let name = &entry.name;
-        if entry.is_of_adapter() || !config.trains_whole(name, is_adapted) {
-            continue;
-        }
+    for name in trained.wholes(source) {
         // PEFT wraps a layer that it adapts.
         let key = match name.strip_suffix(".bias") {
-            Some(module) if is_adapted(module) => format!("{PREFIX}{module}.base_layer.bias"),
+            Some(module) if trained.modules.contains(module) => {
+                format!("{PREFIX}{module}.base_layer.bias")
+            }
             _ => format!("{PREFIX}{name}"),
         };
         // Two names of one bias belong to the module that is saved.
         let twin = family.and_then(|family| family.other_name(&model, name));
-        let twin = twin.filter(|twin| config.trains_whole(twin, is_adapted));
+        let twin = twin.filter(|twin| trained.has(twin));
         let keys = [Some(key), twin.map(|twin| format!("{PREFIX}{twin}"))];
         for tensors in adapters.values_mut() {
             let keys = keys.iter().flatten();
-            tensors.extend(keys.map(|key| (key.clone(), name.clone())));
+            tensors.extend(keys.map(|key| (key.clone(), name.to_owned())));
         }
     }
     Ok(adapters)
+}
+
+/// The factors of a checkpoint, with their names.
+fn factors(source: &Checkpoint) -> impl Iterator<Item = (&str, FactorName<'_>)> {
+    let parameters = source.manifest().tensors_of(&Kind::Parameter);
+    parameters.filter_map(|entry| Some((&*entry.name, FactorName::parse(&entry.name)?)))
+}
+
+/// What a checkpoint with an adapter trained.
+pub(super) struct Trained<'a> {
+    pub(super) config: LoraConfig,
+    /// The layers that have factors.
+    modules: BTreeSet<&'a str>,
+}
+
+impl<'a> Trained<'a> {
+    pub(super) fn of(source: &'a Checkpoint) -> Result<Self> {
+        Ok(Self {
+            config: LoraConfig::read(&source.path().join(config::FILE))?,
+            modules: factors(source).map(|(_, factor)| factor.layer).collect(),
+        })
+    }
+
+    /// Whether a parameter of the model was trained itself.
+    fn has(&self, param: &str) -> bool {
+        let is_adapted = |module: &str| self.modules.contains(module);
+        self.config.trains_whole(param, is_adapted)
+    }
+
+    /// The parameters of the model that were trained themselves, beside the factors.
+    pub(super) fn wholes(&self, source: &'a Checkpoint) -> impl Iterator<Item = &'a str> {
+        let parameters = source.manifest().tensors_of(&Kind::Parameter);
+        let own = parameters.filter(|entry| !entry.is_of_adapter() && self.has(&entry.name));
+        own.map(|entry| entry.name.as_str())
+    }
 }
 
 fn write_adapter(source: &Checkpoint, folder: &Path, names: &Tensors) -> Result<()> {

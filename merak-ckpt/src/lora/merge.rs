@@ -1,10 +1,11 @@
 //! Writing a model with an adapter folded into it.
 
-use super::{Adapter, config};
+use super::{Adapter, check_replaceable, config, has_adapter};
 use crate::disk::read_json;
 use crate::format::CONFIG;
 use crate::hf::{Content, exported, make};
 use crate::rewrite::{Values, copy_file, copy_other_files};
+use crate::words::file;
 use crate::{Checkpoint, ExportOptions, HfFolder, Piece, Result};
 use serde_json::Value;
 use std::path::Path;
@@ -30,13 +31,13 @@ impl Values for Merged<'_> {
 /// Writes a Hugging Face folder of a base model with the PEFT adapter in `adapter` folded into its
 /// weights: `W + scale * B * A`, and what the adapter replaces. `base` is a Hugging Face folder, a
 /// checkpoint, or an output folder; see [`export_hf`](crate::export_hf) for what is written, and
-/// [`Adapter::open`] for what is read. An adapter that the base has of its own is left out. Where
-/// head and embedding of the base are one and the adapter changes one of them, the folder has two
-/// tensors.
+/// [`Adapter::open`] for what is read. An adapter that the base has of its own is left out, with a
+/// warning in the log. Where head and embedding of the base are one and the adapter changes one of
+/// them, the folder has two tensors.
 ///
 /// # Errors
-/// As for [`export_hf`](crate::export_hf), [`Adapter::open`] and [`Adapter::merge`]. Nothing is
-/// left at `folder` then.
+/// As for [`export_hf`](crate::export_hf), [`Adapter::open`], [`Adapter::merge`] and
+/// [`check_replaceable`](crate::check_replaceable). Nothing is left at `folder` then.
 pub fn merge_lora(
     base: impl AsRef<Path>,
     adapter: impl AsRef<Path>,
@@ -63,6 +64,13 @@ pub fn merge_lora(
     let others = |folder: &Path| copy_companions(&checkpoint, folder);
     let config = read_json(&checkpoint.path().join(CONFIG))?;
     let opened = open(&checkpoint, config)?;
+    check_replaceable(&checkpoint, Some(&opened.1))?;
+    if has_adapter(&checkpoint) {
+        tracing::warn!(
+            path = %file(checkpoint.path()),
+            "the checkpoint's own adapter is left out: the named one takes its place"
+        );
+    }
     merge(&checkpoint, opened, folder, options, &others)
 }
 

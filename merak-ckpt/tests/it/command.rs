@@ -566,6 +566,88 @@ fn a_destination_that_cannot_be_is_named() {
 }
 
 #[test]
+fn a_destination_keeps_its_checkpoints_and_which_of_them_is_the_latest() {
+    let folder = tempfile::tempdir().unwrap();
+    let golden = |name: &str| format!("{}/tests/goldens/{name}", env!("CARGO_MANIFEST_DIR"));
+    let store = Store::in_output_dir(folder.path().join("run"));
+    for step in [1, 3] {
+        save(&store, step, topology(1, 1, 1)).unwrap();
+    }
+    let (hf, dcp, config) = (
+        golden("hf/gpt2-safetensors"),
+        golden("dcp/gpt2"),
+        golden("dcp/gpt2.json"),
+    );
+    assert_eq!(run(folder.path(), &["import-hf", &hf, "other"]).0, 0);
+    let dcp = [
+        "import-dcp",
+        &dcp,
+        "--config",
+        &config,
+        "--prefix",
+        "model.",
+    ];
+    let taken = ["run", "run/checkpoints"].into_iter().flat_map(|to| {
+        [
+            vec!["import-hf", &hf, to],
+            [&dcp[..], &[to]].concat(),
+            vec!["reshard", "other", to],
+        ]
+    });
+    let mut messages = Vec::new();
+    for arguments in taken {
+        let arguments = [&["--log", "error"], &arguments[..]].concat();
+        let (status, output, errors) = run(folder.path(), &arguments);
+        assert_eq!((status, output.as_str()), (2, ""), "{errors}");
+        messages.push(errors);
+        assert_eq!(store.latest().unwrap(), Some(store.path_of(3)));
+        let expected = ["latest", "step-00000001", "step-00000003"];
+        assert_eq!(store.entries().unwrap().0, expected);
+    }
+    assert_eq!(messages[..3], messages[3..]);
+    assert_eq!(messages[0], messages[1]);
+    insta::assert_snapshot!(messages[1..3].concat(), @"
+    merak-ckpt: run/checkpoints has checkpoints already, the last of them step-00000003, and `latest` would name the new one instead: expected a destination without any; name another, or move these away
+    merak-ckpt: run/checkpoints has checkpoints already, the last of them step-00000003, and `latest` would name the new one instead: expected a destination without any, or with earlier ones of the same run that `merak-ckpt reshard` wrote; name another, or move these away
+    ");
+}
+
+#[test]
+fn later_checkpoints_of_a_run_are_resharded_beside_its_earlier_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::in_output_dir(folder.path().join("run"));
+    for step in [1, 2, 3] {
+        save(&store, step, topology(1, 1, 1)).unwrap();
+    }
+    let reshard = |step: u64, to: &str| {
+        let path = store.path_of(step).display().to_string();
+        run(folder.path(), &["reshard", &path, to, "--tp", "2"])
+    };
+    let to = Store::in_output_dir(folder.path().join("to"));
+    for step in [1, 3] {
+        assert_eq!(reshard(step, "to").0, 0);
+        assert_eq!(to.latest().unwrap(), Some(to.path_of(step)));
+    }
+    // An earlier one would be the latest in place of a later one.
+    let (status, _, errors) = reshard(2, "to");
+    assert_eq!(status, 2);
+    assert!(
+        errors.contains("the last of them step-00000003"),
+        "{errors}"
+    );
+    assert_eq!(to.latest().unwrap(), Some(to.path_of(3)));
+    // A run that goes on there has checkpoints of its own.
+    fs::remove_dir_all(to.path_of(3)).unwrap();
+    fs::write(folder.path().join("to/config.resolved.toml"), "").unwrap();
+    let (status, _, errors) = reshard(2, "to");
+    assert_eq!(status, 2);
+    assert!(
+        errors.contains("the last of them step-00000001"),
+        "{errors}"
+    );
+}
+
+#[test]
 fn mistakes_end_with_status_two_and_one_message() {
     let folder = tempfile::tempdir().unwrap();
     for arguments in [

@@ -1,6 +1,5 @@
 //! What a crash leaves: killed processes, disks that are full.
 
-use crate::support::{save, topology};
 use merak_ckpt::{Checkpoint, DType, Header, Layout, Piece, ShardKind, Store};
 use std::fs;
 use std::path::Path;
@@ -10,9 +9,19 @@ use std::time::{Duration, Instant};
 
 /// Step 2 in `source`, large enough to be written for a while.
 fn write_source(folder: &Path) {
-    let draft = Store::in_output_dir(folder.join("source"))
-        .begin(2)
-        .expect("a draft");
+    write(&Store::in_output_dir(folder.join("source")), 2);
+}
+
+/// An output folder that has a checkpoint of step 1 of the same run.
+fn write_destination(folder: &Path, name: &str) -> Store {
+    let store = Store::in_output_dir(folder.join(name));
+    write(&store, 1);
+    store
+}
+
+/// Saves a step of the run.
+fn write(store: &Store, step: u64) {
+    let draft = store.begin(step).expect("a draft");
     let layout = Layout::whole(&[512, 1024]);
     let bytes: Vec<u8> = (0..512_u32 * 1024).flat_map(u32::to_le_bytes).collect();
     let names: Vec<_> = (0..8).map(|number| format!("h.{number}.w")).collect();
@@ -28,13 +37,6 @@ fn write_source(folder: &Path) {
     draft
         .commit(vec![shard], Header::default(), &[("config.json", config)])
         .expect("it is complete");
-}
-
-/// An output folder that has a checkpoint of step 1.
-fn write_destination(folder: &Path, name: &str) -> Store {
-    let store = Store::in_output_dir(folder.join(name));
-    save(&store, 1, topology(1, 1, 1)).expect("it is saved");
-    store
 }
 
 const RESHARD: [&str; 2] = ["reshard", "source"];

@@ -1,8 +1,8 @@
 //! The decode loop over toy models.
 
 use merak_ckpt::{
-    BoxError, Completion, Error, GenerateOptions, LogitsSource, Reason, Row, Sampler, TokenSource,
-    generate, generate_with,
+    BeamSearch, BoxError, Completion, Error, GenerateOptions, LogitsSource, Reason, Row, Sampler,
+    TokenSource, generate, generate_with,
 };
 use std::ops::ControlFlow;
 
@@ -61,6 +61,31 @@ fn greedy_decoding_follows_the_greatest_logit() {
         (completion.ids.len(), completion.reason),
         (8, Reason::Length)
     );
+}
+
+#[test]
+fn beams_and_prompts_beyond_all_are_refused_or_not_there() {
+    let prompts = [vec![1], vec![2, 3]];
+    let beams = |num_beams, first_prompt| {
+        let options = GenerateOptions {
+            num_beams,
+            first_prompt,
+            ..options()
+        };
+        BeamSearch::new(&prompts, &options)
+    };
+    for (num_beams, first) in [(usize::MAX, 0), (2, u64::MAX), (0, 0)] {
+        assert!(matches!(
+            beams(num_beams, first),
+            Err(Error::InvalidOption { .. })
+        ));
+    }
+    let search = beams(2, 5).expect("two prompts");
+    assert_eq!(search.rows(5).len(), 1);
+    for prompt in [0, 7, u64::MAX] {
+        assert!(search.rows(prompt).is_empty());
+    }
+    assert!(search.row(0).is_none());
 }
 
 #[test]

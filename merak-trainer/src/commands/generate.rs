@@ -9,7 +9,7 @@ use super::{
     world,
 };
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
-use merak_ckpt::{Adapter, Checkpoint, Completion, words::file};
+use merak_ckpt::{Adapter, Checkpoint, Completion, check_replaceable, words::file};
 use merak_trainer::{
     Config, Error, Given, MerakTrainer, Result, World,
     data::{ChatPrompts, Tokenizer},
@@ -50,7 +50,13 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with = "prompt_ids")]
     chat: bool,
     /// What the system says before the question of a chat.
-    #[arg(long, requires = "chat", value_name = "TEXT")]
+    // With --prompt-ids, --chat cannot be given, and so clap would not ask for it.
+    #[arg(
+        long,
+        requires = "chat",
+        conflicts_with = "prompt_ids",
+        value_name = "TEXT"
+    )]
     system: Option<String>,
     /// A PEFT folder, whose adapter is merged into the weights first, in place of the checkpoint's
     /// own. May be repeated: prompts are then continued with one after the other; `none` is the
@@ -218,10 +224,12 @@ impl Ready {
 fn adapters(args: &Args, checkpoint: &Checkpoint, loaded: &Loaded) -> Result<Vec<Option<Adapter>>> {
     let open = |folder: &PathBuf| {
         if folder.as_os_str() == BASE {
+            check_replaceable(checkpoint, None)?;
             return Ok(None);
         }
         let tensors = &checkpoint.manifest().tensors;
         let mut adapter = Adapter::open(folder, &loaded.json, tensors)?;
+        check_replaceable(checkpoint, Some(&adapter))?;
         adapter.measure(checkpoint)?;
         Ok(Some(adapter))
     };

@@ -1,7 +1,7 @@
 //! The model that a configuration names.
 
 use super::session::options_of;
-use merak_ckpt::{GenerateOptions, HfFolder};
+use merak_ckpt::{GenerateOptions, HfFolder, words::brief};
 use merak_trace::models::{self, Model, SizeFields};
 use merak_trainer::{
     CheckedArguments, Config, ConfigError, Error, Origin, PlanError, Result,
@@ -21,6 +21,8 @@ pub(crate) struct Loaded {
     pub(crate) json: Value,
     /// The content of the `generation_config.json` beside it, if there is one.
     generation: Value,
+    /// That file, and the key that names the configuration.
+    generation_file: (&'static str, PathBuf),
 }
 
 impl Loaded {
@@ -70,6 +72,7 @@ impl Loaded {
                 .into(),
             json,
             generation,
+            generation_file: (key, beside),
         })
     }
 
@@ -88,42 +91,103 @@ impl Loaded {
         args: CheckedArguments,
         config: &Config,
     ) -> Result<CheckedArguments> {
-        const PENALTY: &str = "repetition_penalty";
         let mut args = self.complete(args)?.into_arguments();
         let is_open = |key: &str| config.origin(key) == Origin::Default;
-        if let Some(penalty) = self.generation[PENALTY]
-            .as_f64()
-            .filter(|_| is_open(PENALTY))
-        {
+        self.check_generation(&is_open)?;
+        let penalty = self.generation["repetition_penalty"].as_f64();
+        if let Some(penalty) = penalty.filter(|_| is_open("repetition_penalty")) {
             args.repetition_penalty = penalty;
         }
         if args.num_beams > 1 {
             args.temperature.0 = searched(args.temperature.0, is_open("temperature"), config)?;
         }
-        let sampling = [
-            ("num_beams", args.num_beams as f64),
-            ("no_repeat_ngram_size", args.no_repeat_ngram_size as f64),
-            ("temperature", args.temperature.0),
-            ("top_k", args.top_k as f64),
-            ("top_p", args.top_p),
-            ("min_p", args.min_p),
-        ];
-        let is_other = |(key, used): &(&str, f64)| {
-            let stated = self.generation[*key].as_f64();
-            is_open(key) && stated.is_some_and(|stated| stated.total_cmp(used).is_ne())
-        };
-        let sampling = sampling.iter().filter(|option| is_other(option));
-        let fields: Vec<_> = sampling
-            .map(|(key, _)| *key)
-            .chain(self.unapplied())
-            .collect();
+        let args = args.check()?;
+        let fields = self.not_applied(&args, &is_open);
         if !fields.is_empty() {
             tracing::warn!(
                 ?fields,
                 "generation_config.json has fields that are not applied"
             );
         }
-        args.check()
+        Ok(args)
+    }
+
+    /// Refuses what `generation_config.json` says in a form that cannot be applied, except where
+    /// the user has said it.
+    fn check_generation(&self, is_open: &dyn Fn(&str) -> bool) -> Result<()> {
+        /// Field, what it may be, and that in words.
+        type Rule = (&'static str, fn(&Value) -> bool, &'static str);
+        const RULES: [Rule; 4] = [
+            ("repetition_penalty", is_above_0, "a number above 0"),
+            (
+                "min_new_tokens",
+                Value::is_u64,
+                "a whole number of at least 0",
+            ),
+            (ENDS, |ends| each(ends, Value::is_u64), EXPECTED_ENDS),
+            (
+                "suppress_tokens",
+                |tokens| each(tokens, is_id),
+                "a list of tokens' numbers",
+            ),
+        ];
+        let (key, path) = &self.generation_file;
+        if !self.generation.is_null() && !self.generation.is_object() {
+            let found = brief(&self.generation.to_string());
+            let message = format!("it is {found}, expected an object of fields");
+            return Err(wrong_content(key, path, message));
+        }
+        for (name, is_legal, expected) in RULES {
+            let stated = &self.generation[name];
+            if !stated.is_null() && is_open(name) && !is_legal(stated) {
+                return Err(wrong_field(key, path, name, stated, expected));
+            }
+        }
+        Ok(())
+    }
+
+    /// Fields of `generation_config.json` that ask for other tokens than these arguments do, where
+    /// the user has not said it either.
+    fn not_applied(
+        &self,
+        args: &CheckedArguments,
+        is_open: &dyn Fn(&str) -> bool,
+    ) -> Vec<&'static str> {
+        let has_no_limit = is_open("max_new_tokens") && is_open("out_seq_length");
+        let limit = args.new_token_limit() as f64;
+        let numbers = [
+            ("num_beams", args.num_beams as f64, is_open("num_beams")),
+            (
+                "no_repeat_ngram_size",
+                args.no_repeat_ngram_size as f64,
+                is_open("no_repeat_ngram_size"),
+            ),
+            ("temperature", args.temperature.0, is_open("temperature")),
+            ("top_k", args.top_k as f64, is_open("top_k")),
+            ("top_p", args.top_p, is_open("top_p")),
+            ("min_p", args.min_p, is_open("min_p")),
+            ("max_new_tokens", limit, has_no_limit),
+        ];
+        let is_other = |(name, used, is_open): &(&str, f64, bool)| {
+            let stated = &self.generation[*name];
+            let is_same = stated
+                .as_f64()
+                .is_some_and(|stated| stated.total_cmp(used).is_eq());
+            *is_open && !stated.is_null() && !is_same
+        };
+        let numbers = numbers.into_iter().filter(is_other).map(|(name, ..)| name);
+        // In transformers, the limit of the whole text counts where there is none of new tokens.
+        let has_length = has_no_limit
+            && self.generation["max_new_tokens"].is_null()
+            && !self.generation["max_length"].is_null();
+        let draws = self.generation["do_sample"].as_bool();
+        let is_drawn = args.temperature.0 > 0.0;
+        let has_draws = is_open("temperature") && draws.is_some_and(|draws| draws != is_drawn);
+        numbers
+            .chain(has_length.then_some("max_length"))
+            .chain(has_draws.then_some("do_sample"))
+            .chain(self.unapplied())
+            .collect()
     }
 
     /// Fields of `generation_config.json` that change the chosen tokens in transformers and have no
@@ -201,13 +265,12 @@ impl Loaded {
     /// tokenizer's. The model's are those of `generation_config.json`, as in transformers, where
     /// that file names some.
     fn ends(&self, args: &CheckedArguments, tokenizer: Option<&Tokenizer>) -> Vec<u32> {
-        const NAME: &str = "eos_token_id";
         if let Some(ends) = &args.eos_token_id {
             return ends.0.clone();
         }
-        let stated = self.generation.get(NAME).filter(|ends| !ends.is_null());
+        let stated = self.generation.get(ENDS).filter(|ends| !ends.is_null());
         let config = stated.map_or(&self.json, |_| &self.generation);
-        let mut ends = self.tokens(config, NAME);
+        let mut ends = self.tokens(config, ENDS);
         ends.extend(tokenizer.and_then(Tokenizer::end_of_document));
         ends
     }
@@ -254,23 +317,49 @@ fn searched(temperature: f64, is_open: bool, config: &Config) -> Result<f64> {
     }))
 }
 
+/// The field of the tokens that end a text.
+const ENDS: &str = "eos_token_id";
+
+/// What [`ENDS`] is, for messages.
+const EXPECTED_ENDS: &str = "a token's number or a list of them";
+
 /// Refuses an end of texts that is not a token.
 fn check_ends(config: &Value, key: &'static str, path: &Path) -> Result<()> {
-    const NAME: &str = "eos_token_id";
-    let is_token = |value: &Value| value.is_null() || value.is_i64() || value.is_u64();
-    let stated = config.get(NAME).unwrap_or(&Value::Null);
-    let is_legal = match stated {
-        Value::Array(tokens) => tokens.iter().all(is_token),
-        token => is_token(token),
-    };
-    if is_legal {
+    let is_token = |value: &Value| value.is_null() || is_id(value);
+    let stated = config.get(ENDS).unwrap_or(&Value::Null);
+    if each(stated, is_token) {
         return Ok(());
     }
-    let error = Error::Plan(PlanError::ModelSyntax {
-        path: path.to_owned(),
-        message: format!("`{NAME}` is {stated}, expected a token's number or a list of them"),
-    });
-    Err(blamed(key, error))
+    Err(wrong_field(key, path, ENDS, stated, EXPECTED_ENDS))
+}
+
+/// Whether a value is a token's number, or a negative one, which stands for no token.
+fn is_id(value: &Value) -> bool {
+    value.is_i64() || value.is_u64()
+}
+
+fn is_above_0(value: &Value) -> bool {
+    value.as_f64().is_some_and(|number| number > 0.0)
+}
+
+/// Whether a value, or each of the values in a list, is legal.
+fn each(value: &Value, is_legal: impl Fn(&Value) -> bool) -> bool {
+    match value {
+        Value::Array(values) => values.iter().all(is_legal),
+        value => is_legal(value),
+    }
+}
+
+/// The error about a field of a model's configuration, which this key names.
+fn wrong_field(key: &'static str, path: &Path, name: &str, found: &Value, expected: &str) -> Error {
+    let found = brief(&found.to_string());
+    let message = format!("`{name}` is {found}, expected {expected}");
+    wrong_content(key, path, message)
+}
+
+fn wrong_content(key: &'static str, path: &Path, message: String) -> Error {
+    let path = path.to_owned();
+    blamed(key, Error::Plan(PlanError::ModelSyntax { path, message }))
 }
 
 /// An error with the key that is to blame for it.
@@ -372,9 +461,5 @@ pub(crate) const CONFIG: &str = "model.config";
 pub(crate) fn read(key: &'static str, path: &Path) -> Result<Value> {
     let text = merak_ckpt::read_text(path, merak_ckpt::MAX_CONFIG_BYTES)
         .map_err(Error::reading_input(key, path))?;
-    serde_json::from_str(&text).map_err(|error| {
-        let message = error.to_string();
-        let path = path.to_owned();
-        blamed(key, Error::Plan(PlanError::ModelSyntax { path, message }))
-    })
+    serde_json::from_str(&text).map_err(|error| wrong_content(key, path, error.to_string()))
 }

@@ -1,10 +1,12 @@
 //! Results on standard output.
 
+use super::Failure;
 pub(crate) use merak_ckpt::cli::columns;
-use merak_ckpt::words::{folded, plain};
-use merak_trainer::{Error, Result};
+use merak_ckpt::words::{file, folded, plain};
+use merak_trainer::{Error, Result, RunFolder};
 use std::{
     borrow::Cow,
+    fs,
     io::{self, IsTerminal, Write},
     path::Path,
 };
@@ -50,6 +52,66 @@ fn shown<'a>(out: &impl IsTerminal, text: &'a [u8]) -> Cow<'a, [u8]> {
         Cow::Owned(plain(&text).into_owned().into_bytes())
     } else {
         Cow::Borrowed(text)
+    }
+}
+
+/// Whether a file is one of a run's own in its folder.
+fn is_of_run(folder: &Path, file: &Path) -> bool {
+    let own = RunFolder::entries(folder).unwrap_or_default();
+    own.iter().any(|own| file.starts_with(own))
+}
+
+/// Refuses to write over what a command reads. Inputs are files and folders, each behind what names
+/// it; `option` names `path`.
+///
+/// # Errors
+/// [`Error::CommandLine`].
+pub(crate) fn refuse_input<'a>(
+    option: &str,
+    path: &Path,
+    inputs: impl IntoIterator<Item = (&'static str, &'a Path)>,
+) -> Result<()> {
+    // What is not there yet, and a pipe or device, loses nothing.
+    let Some(there) = fs::canonicalize(path).ok().filter(|there| there.is_file()) else {
+        return Ok(());
+    };
+    // Beside weights there may be what a command has written; of data all files are read.
+    let is_own = there
+        .extension()
+        .is_some_and(|kind| kind == "html" || kind == "jsonl");
+    let is_read = |named_by: &str, input: &Path| match fs::canonicalize(input) {
+        Ok(input) if input == there => true,
+        Ok(input) if there.starts_with(&input) => {
+            named_by.starts_with("data.") || !is_own || is_of_run(&input, &there)
+        }
+        _ => false,
+    };
+    let mut inputs = inputs.into_iter();
+    let Some((named_by, input)) = inputs.find(|(named_by, input)| is_read(named_by, input)) else {
+        return Ok(());
+    };
+    let (path, input) = (file(path), file(input));
+    let is_key = named_by.starts_with(char::is_lowercase);
+    let named_by = if is_key {
+        format!("\"{named_by}\"")
+    } else {
+        named_by.to_owned()
+    };
+    Err(Error::CommandLine(format!(
+        "{path}, which {option} names, is read as {input}, which {named_by} names: name another file"
+    )))
+}
+
+/// The failure of a file that cannot be written. Where the path is at fault, it names the option.
+pub(crate) fn not_written(option: &str, path: &Path, source: io::Error) -> Failure {
+    use io::ErrorKind as K;
+    match source.kind() {
+        K::NotFound | K::PermissionDenied | K::IsADirectory | K::NotADirectory => format!(
+            "cannot write {}, which {option} names: {source}",
+            file(path)
+        )
+        .into(),
+        _ => Error::writing(path)(source).into(),
     }
 }
 

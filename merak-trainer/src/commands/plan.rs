@@ -72,10 +72,16 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
         found = Some(searched);
     }
     let config = task.config.to_toml();
+    if let Some(path) = &args.html {
+        let cluster = args.cluster.as_deref().map(|path| ("--cluster", path));
+        let named = [("CONFIG", &*args.config)].into_iter().chain(cluster);
+        output::refuse_input("--html", path, task.args.inputs(named))?;
+    }
     let plan = task.plan()?;
     if let Some(path) = &args.html {
         let page = plan.planned.page(&[Workload::Training], config)?;
-        fs::write(path, page.to_html(&[], None)?).map_err(Error::writing(path))?;
+        fs::write(path, page.to_html(&[], None)?)
+            .map_err(|error| output::not_written("--html", path, error))?;
     }
     output::print(&if args.json {
         let mut document = plan.document()?;

@@ -177,6 +177,12 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     }?;
     world.agree(prepared.check_memory())?;
     let path = args.output.take().unwrap_or_default();
+    let named = [("CONFIG", &*args.config), ("CHECKPOINT", &*args.checkpoint)];
+    world.agree(output::refuse_input(
+        "-o",
+        &path,
+        prepared.args.inputs(named),
+    ))?;
     // A file that cannot be written is told before the work.
     let opened = world.has_first().then(|| open(&path)).transpose();
     let lines = Mutex::new(world.agree(opened)?);

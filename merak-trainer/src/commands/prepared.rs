@@ -14,8 +14,8 @@ use super::{
 use merak_ckpt::{Checksum, HfFolder};
 use merak_trace::models::{self, Objective};
 use merak_trainer::{
-    CheckedArguments, Config, DataArguments, Error, FolderError, MerakTrainer, Result, Room,
-    RunFolder, TokenizerSource, TrainerParts, Workload, World,
+    CheckedArguments, Config, DataArguments, Error, FolderError, MemoryNeed, MerakTrainer, Result,
+    Room, RunFolder, TokenizerSource, TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Datasets, ModelInputs, Purpose, Source, Tokenizer},
     metrics::{Page, Peak},
 };
@@ -253,10 +253,9 @@ impl Prepared {
             .check_memory_in(&self.args, &workloads, data, self.room)
     }
 
-    /// The activation bytes that the plan predicts of each rank of the pipeline.
-    pub(crate) fn predicted_activation_bytes(&self) -> Result<Vec<usize>> {
-        let needs = self.plan.memory(&self.args, &self.workloads())?;
-        Ok(needs.into_iter().map(|need| need.activations).collect())
+    /// The memory that the plan predicts of each rank of the pipeline.
+    pub(crate) fn predicted_memory(&self) -> Result<Vec<MemoryNeed>> {
+        self.plan.memory(&self.args, &self.workloads())
     }
 
     /// What `report.html` says whatever a run of so many steps records.

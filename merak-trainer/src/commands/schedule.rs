@@ -20,7 +20,7 @@ use merak_ckpt::{
 use merak_pipe::{ActivationBytes, PageOptions, Schedule, Size};
 use merak_trainer::chain;
 use std::{
-    fs, io,
+    fs,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -171,12 +171,26 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let text = shown(args, &schedule, &costs, &memory)?;
     match &args.output {
         None => output::print_as_is(&text)?,
-        Some(path) => fs::write(path, text).map_err(|source| not_written(path, source))?,
+        Some(path) => {
+            output::refuse_input("--output", path, args.inputs())?;
+            fs::write(path, &text).map_err(|error| output::not_written("--output", path, error))?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
 
 impl Args {
+    /// The files that the options name.
+    fn inputs(&self) -> impl Iterator<Item = (&'static str, &Path)> {
+        let of_text = [("--costs", &self.costs), ("--bytes", &self.bytes)].into_iter();
+        let of_text =
+            of_text.filter_map(|(option, text)| Some((option, text.as_ref()?.strip_prefix('@')?)));
+        let check = self.check.as_deref().map(|path| ("--check", path));
+        check
+            .into_iter()
+            .chain(of_text.map(|(option, path)| (option, Path::new(path))))
+    }
+
     /// The bytes of microbatches and the limits of memory that the options give.
     fn memory_of(&self, size: Size) -> Result<PageOptions, Failure> {
         let bytes = self.bytes.as_deref().map(|text| {
@@ -195,20 +209,6 @@ impl Args {
             );
         }
         Ok(memory)
-    }
-}
-
-/// The failure of a file that cannot be written. Where the path is at fault, it names the option.
-fn not_written(path: &Path, source: io::Error) -> Failure {
-    use io::ErrorKind as K;
-    let path = path.to_path_buf();
-    match source.kind() {
-        K::NotFound | K::PermissionDenied | K::IsADirectory | K::NotADirectory => format!(
-            "cannot write {}, which --output names: {source}",
-            file(&path)
-        )
-        .into(),
-        _ => merak_trainer::Error::Write { path, source }.into(),
     }
 }
 

@@ -4,7 +4,7 @@ use super::{Outcome, environment, keys::Keys, output};
 use clap::Args as ClapArgs;
 use merak_ckpt::words::{Bytes, file};
 use merak_trainer::{
-    Config, ConfigError, Error, Result,
+    Config, ConfigError, Error, Result, RunFolder,
     data::{Tokenized, tokenize},
     metrics::{Screen, TokenizingProgress},
 };
@@ -42,6 +42,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let Some(folder) = args.output.or_else(|| beside(&config)) else {
         return Err("-o FOLDER is missing: it names the folder that the tokens go to".into());
     };
+    RunFolder::check_outside_data(&checked, "-o", &folder)?;
     let crates = environment::crate_sources(config.file());
     let mut progress = TokenizingProgress::on(screen);
     let tokenized = tokenize(&checked.data, &crates, &folder, &mut |now| {

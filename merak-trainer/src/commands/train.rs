@@ -316,7 +316,7 @@ impl Run<'_> {
         if runs_on {
             self.predict(&mut trainer)?;
         }
-        let peak_activation_bytes = trainer.peak_activation_bytes();
+        let peak_activation_bytes = trainer.memory().activations;
         let ran = Ran {
             timeline: trainer.gather_timeline()?,
             memory: trainer.gather_memory()?,

@@ -1,6 +1,9 @@
 //! Arguments that passed the checks, and what follows from them.
 
-use std::{ops::Deref, path::PathBuf};
+use std::{
+    ops::Deref,
+    path::{Path, PathBuf},
+};
 
 use merak_mpu::{ChosenEngine, DType, Degrees, GroupKind, Rank, Topology};
 use merak_partition::ScheduleChoice;
@@ -11,8 +14,11 @@ use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 use super::{
     choice::{BackendChoice, Device, Offload, RecomputeMode},
     idle::without_effect,
+    inputs::{InputPaths, Mixture},
     keys::MerakArguments,
     numbers::SeqLength,
+    setting::InputPath,
+    sources::{TemplateSource, TokenizerSource},
 };
 use crate::error::{ConfigError, Error, Result};
 
@@ -264,6 +270,36 @@ impl CheckedArguments {
             pp: self.pp,
             sp: self.sp,
         }
+    }
+
+    /// The files and folders that a run with these arguments reads, each behind what names it;
+    /// `named` are those that no key names.
+    pub fn inputs<'a>(
+        &'a self,
+        named: impl IntoIterator<Item = (&'static str, &'a Path)>,
+    ) -> Vec<(&'static str, &'a Path)> {
+        let path = |path: &'a Option<InputPath>| path.iter().map(|path| &*path.0);
+        let paths = |paths: &'a Option<InputPaths>| paths.iter().flat_map(InputPaths::iter);
+        let data = &self.data;
+        let parts = data.mixture.iter().flat_map(Mixture::parts);
+        let tokenizer = match &data.tokenizer {
+            TokenizerSource::File(path) => Some(&**path),
+            TokenizerSource::Bytes | TokenizerSource::TrainBpe(_) => None,
+        };
+        let template = match &data.chat_template {
+            Some(TemplateSource::File(path)) => Some(&**path),
+            Some(TemplateSource::Name(_)) | None => None,
+        };
+        let mut all: Vec<(&'static str, &Path)> = named.into_iter().collect();
+        all.extend(path(&self.model.config).map(|path| ("model.config", path)));
+        all.extend(path(&self.model.hf_dir).map(|path| ("model.hf_dir", path)));
+        all.extend(paths(&data.path).map(|path| ("data.path", path)));
+        all.extend(paths(&data.validation_path).map(|path| ("data.validation_path", path)));
+        all.extend(parts.flat_map(|part| part.path.iter().map(|path| ("data.mixture", path))));
+        all.extend(tokenizer.map(|path| ("data.tokenizer", path)));
+        all.extend(template.map(|path| ("data.chat_template", path)));
+        all.extend(path(&self.lora_config).map(|path| ("lora_config", path)));
+        all
     }
 
     /// Ranks that hold the same parameters: replicas, and within each those that share a sequence.

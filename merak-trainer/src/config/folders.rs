@@ -2,14 +2,13 @@
 
 use super::{Config, Origin, choice::DataFormat, sources::TokenizerSource};
 use crate::error::ConfigError;
-use merak_ckpt::words::file;
+use merak_ckpt::{format::CONFIG, words::file};
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// The configuration in use, in the folder of a run.
-pub(crate) const RESOLVED: &str = "config.resolved.toml";
+pub(crate) use merak_ckpt::format::RUN_CONFIG as RESOLVED;
 
 /// File name of the tokenizer in a model's folder.
 const TOKENIZER: &str = "tokenizer.json";
@@ -20,7 +19,7 @@ impl Config {
     /// them, and another one that of its token files.
     pub(super) fn look_into_folders(&mut self) {
         if let Some(path) = &mut self.arguments.model.config {
-            path.0 = inside(&path.0, "config.json");
+            path.0 = inside(&path.0, CONFIG);
         }
         if let TokenizerSource::File(path) = &mut self.arguments.data.tokenizer {
             *path = inside(path, TOKENIZER);
@@ -30,9 +29,14 @@ impl Config {
         }
         let of_model = self.arguments.model.hf_dir.as_ref();
         let of_model = of_model.map(|folder| ("model.hf_dir", folder.0.join(TOKENIZER)));
-        let found = of_model.into_iter().chain(self.tokenizer_of_tokens());
-        let mut found = found.filter(|(_, file)| file.is_file());
-        if let Some((key, file)) = found.next() {
+        // Weights know the tokens of one tokenizer: text has no other without that being said.
+        // Prompts may be token ids.
+        let is_text = self.arguments.data.format.is_text() && !self.arguments.text_generation;
+        let is_needed = |file: &Path| is_text && file.with_file_name(CONFIG).is_file();
+        let of_model = of_model.filter(|(_, file)| file.is_file() || is_needed(file));
+        let of_tokens = self.tokenizer_of_tokens();
+        let of_tokens = of_tokens.filter(|(_, file)| file.is_file());
+        if let Some((key, file)) = of_model.or(of_tokens) {
             self.arguments.data.tokenizer = TokenizerSource::File(file);
             let place = self.values.get(key).cloned();
             self.values
@@ -85,7 +89,7 @@ fn way_on(folder: &Path) -> String {
             "its run has {resolved}, and `merak train {resolved} --resume {from}` goes on with it"
         );
     }
-    if folder.join("config.json").is_file() {
+    if folder.join(CONFIG).is_file() {
         return "it is that of a model: name it in a configuration file, as \"model.hf_dir\" to start from its weights, \
             or as \"model.config\""
             .to_owned();

@@ -96,6 +96,23 @@ const IDLE: &[Idle] = &[
         "\"tp\" is 1",
     ),
     (
+        &[
+            "zero_allgather_bucket_size",
+            "prescale_gradients",
+            "gradient_predivide_factor",
+        ],
+        |args| args.dp > 1 || args.sp > 1,
+        "\"dp\" and \"sp\" are 1",
+    ),
+    (
+        &["zero_allgather_bucket_size"],
+        |args| {
+            let alone = args.dp == 1 && args.sp == 1;
+            alone || (1..=2).contains(&u8::from(args.zero_stage))
+        },
+        "\"zero_stage\" is not 1 or 2",
+    ),
+    (
         &["cost_cache"],
         |args| args.cost_model == CostSource::Measured,
         "\"cost_model\" is not \"measured\"",
@@ -213,6 +230,16 @@ mod tests {
         );
         let with = "resume_from_checkpoint=latest no_load_optim num_beams=2 length_penalty=2";
         assert_eq!(told(&format!("adam_beta2=0.9 optim=muon {with}")), [""; 0]);
+        let buckets = "zero_allgather_bucket_size=9 zero_reduce_bucket_size=9";
+        assert_eq!(
+            told(buckets),
+            ["\"zero_allgather_bucket_size\" has no effect: \"dp\" and \"sp\" are 1",]
+        );
+        assert_eq!(
+            told(&format!("{buckets} dp=2 zero_stage=3")),
+            ["\"zero_allgather_bucket_size\" has no effect: \"zero_stage\" is not 1 or 2"]
+        );
+        assert_eq!(told(&format!("{buckets} sp=2")), [""; 0]);
         assert_eq!(
             told("save=false save_total_limit=2 sp_method=ring"),
             [

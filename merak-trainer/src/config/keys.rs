@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use merak_ckpt::EarlyStopping;
+use merak_ckpt::{EarlyStopping, GenerateOptions};
 use merak_mpu::EngineKind;
 use merak_partition::{PartitionMethod, RecomputeOp, ScheduleChoice, SplitMethod};
 use merak_pipe::ScheduleKind;
@@ -43,6 +43,7 @@ const MAX_PROFILED: i64 = 1000;
 
 /// The bounds of merak-zero, as the limits of keys.
 const MIN_POSITIVE: f64 = OptimizerConfig::MIN_POSITIVE;
+const MAX_NUMBER: f64 = OptimizerConfig::MAX_NUMBER;
 const MAX_NS_STEPS: i64 = OptimizerConfig::MAX_NS_STEPS as i64;
 const MAX_PREDIVIDE: i64 = ZeroConfig::MAX_PREDIVIDE as i64;
 const MIN_PREDIVIDE: f64 = 1.0 / ZeroConfig::MAX_PREDIVIDE as f64;
@@ -51,8 +52,8 @@ const MAX_SCALE_POWER: i64 = DynamicScaling::MAX_POWER as i64;
 /// Upper bound on the losses that a checkpoint keeps for the guard against divergence.
 const MAX_WINDOW: i64 = 10_000;
 
-/// Upper bound on beams: more than any search profits from is a typing mistake.
-const MAX_BEAMS: i64 = 1024;
+/// The bound of merak-ckpt.
+const MAX_BEAMS: i64 = GenerateOptions::MAX_BEAMS as i64;
 
 /// Upper bound on the time of a message, as of the other costs of a search.
 const MAX_COMM_COST: i64 = 1_000_000_000_000_000;
@@ -281,14 +282,15 @@ settings! {
         /// Short form of `optim = "adafactor"`.
         adafactor: bool = false,
         /// Learning rate after warmup.
-        learning_rate: f64 [at_least 0] = 5e-5,
+        learning_rate: f64 [at_least 0, at_most_f64 MAX_NUMBER] = 5e-5,
         /// Weight decay, added to the gradient under `adam` and `sgd` and decoupled under all other
         /// rules; none on norm weights and on what has "bias" in its name.
-        weight_decay: f64 [at_least 0] = 0.0,
+        weight_decay: f64 [at_least 0, at_most_f64 MAX_NUMBER] = 0.0,
         /// Parts of names: what has one of them in its name does not decay either.
         no_decay_names: Option<Vec<String>> = None,
         /// Factors of the learning rate by parts of names; of several parts that are in a
-        /// parameter's name, the longest counts.
+        /// parameter's name, the longest counts, and of equally long ones the last in alphabetical
+        /// order. 0 freezes: no gradient, no optimizer state, no part in the gradients' norm.
         lr_scales: LrScales = LrScales::default(),
         /// Factor of the learning rate from a layer to the one below it; the head has 1, what lies
         /// below all layers the least.
@@ -298,7 +300,7 @@ settings! {
         /// Decay of their second moment.
         adam_beta2: f64 [at_least 0, less_than 1] = 0.999,
         /// Offset of their denominator.
-        adam_epsilon: f64 [at_least_f64 MIN_POSITIVE] = 1e-8,
+        adam_epsilon: f64 [at_least_f64 MIN_POSITIVE, at_most_f64 MAX_NUMBER] = 1e-8,
         /// Momentum of `optim = "sgd"`: 0, or at least 1e-37.
         sgd_momentum: f64 [at_least 0, less_than 1] = 0.0,
         /// Whether that momentum is Nesterov's.
@@ -311,9 +313,9 @@ settings! {
         /// the means of second moments.
         adafactor_decay_rate: f64 [less_than 0] = -0.8,
         /// Root mean square of an update above which Adafactor scales it down.
-        adafactor_clip_threshold: f64 [at_least_f64 MIN_POSITIVE] = 1.0,
+        adafactor_clip_threshold: f64 [at_least_f64 MIN_POSITIVE, at_most_f64 MAX_NUMBER] = 1.0,
         /// What Adafactor adds to squares of gradients.
-        adafactor_epsilon: f64 [at_least_f64 MIN_POSITIVE] = 1e-30,
+        adafactor_epsilon: f64 [at_least_f64 MIN_POSITIVE, at_most_f64 MAX_NUMBER] = 1e-30,
         /// Momentum of `optim = "muon"`, which steps hidden matrices; all else takes AdamW.
         muon_momentum: f64 [at_least 0, less_than 1] = 0.95,
         /// Whether that momentum is Nesterov's.
@@ -321,15 +323,16 @@ settings! {
         /// Repetitions of the polynomial that makes Muon's steps orthogonal.
         muon_ns_steps: usize [at_least 1, at_most MAX_NS_STEPS] = 5,
         /// Smallest norm by which Muon divides a step.
-        muon_epsilon: f64 [at_least_f64 MIN_POSITIVE] = 1e-7,
+        muon_epsilon: f64 [at_least_f64 MIN_POSITIVE, at_most_f64 MAX_NUMBER] = 1e-7,
         /// Largest global gradient norm; 0 or less switches clipping off.
         max_grad_norm: f64 = 1.0,
         /// Decay of an exponential moving average of the trained weights, which moves after each
         /// update; it is evaluated beside the weights, as `eval_ema_loss`, and saved with the
         /// optimizer's state; unset: none is kept.
         ema_decay: Option<f64> [at_least 0, less_than 1] = None,
-        /// Steps in a row without finite gradients after which a run ends; each of them changes
-        /// nothing. Under `fp16` those count in which the loss scale cannot fall.
+        /// Steps in a row without finite gradients after which a run fails; each of them changes
+        /// nothing. At the end of a run fewer do: more than it has updates. Under `fp16` those
+        /// count in which the loss scale cannot fall.
         max_skipped_steps: usize [at_least 1] = 50,
         /// Whether a run goes back to its last checkpoint, and on after the data that led there,
         /// where a step's loss is a spike, where losses are not finite (of skipped steps: two in a

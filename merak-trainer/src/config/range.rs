@@ -50,8 +50,14 @@ impl Range {
     /// These numbers up to `limit`.
     #[must_use]
     pub const fn at_most(self, limit: i64) -> Self {
+        self.at_most_f64(limit as f64)
+    }
+
+    /// These numbers up to `limit`, which need not be an integer.
+    #[must_use]
+    pub const fn at_most_f64(self, limit: f64) -> Self {
         Self {
-            high: Bound::Included(limit as f64),
+            high: Bound::Included(limit),
             ..self
         }
     }

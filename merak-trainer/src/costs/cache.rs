@@ -114,7 +114,7 @@ pub(super) fn write(file: &Path, profiles: &Profiles) {
             // A concurrent reader sees the old file or the new one. Processes of several hosts may
             // share the folder.
             let draft = file.with_extension(format!("{:x}.tmp", fnv1a(this_process().bytes())));
-            merak_ckpt::write_regular(&draft, &bytes)?;
+            fs::write(&draft, &bytes)?;
             fs::rename(&draft, file)
         });
     if let Err(error) = written {

@@ -112,8 +112,13 @@ impl fmt::Debug for Collation {
 ///
 /// # Errors
 ///
-/// When a sample cannot be read, or its tensors differ in name or shape from those of the first.
+/// When a sample cannot be read, its tensors differ in name or shape from those of the first, or
+/// there is none in the data set.
 pub fn collate(dataset: &dyn Dataset, microbatch: Microbatch) -> Result<Batch> {
+    if microbatch.indices.is_empty() && dataset.is_empty() {
+        let error = DataError::out_of_range("samples of the data set", 0, "at least 1");
+        return Err(Error::Data(error));
+    }
     let epoch = microbatch.epoch;
     stacked(|index| dataset.get_in_epoch(index, epoch), microbatch)
 }

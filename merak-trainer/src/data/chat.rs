@@ -3,8 +3,11 @@
 mod clock;
 mod files;
 mod methods;
+mod operators;
+mod printf;
 mod prompts;
 mod python;
+mod source;
 mod template;
 
 use std::ops::Range;
@@ -40,6 +43,20 @@ pub struct AnsweredTokens {
     pub ids: Vec<u32>,
     /// Whether each is part of an answer.
     pub is_answer: Vec<bool>,
+}
+
+impl AnsweredTokens {
+    /// Whether the last answer ends in a special token, which a line end may follow, or there is
+    /// none.
+    pub(super) fn answer_ends(&self, tokenizer: &Tokenizer) -> bool {
+        let Some(last) = self.is_answer.iter().rposition(|&is| is) else {
+            return true;
+        };
+        // They have no text.
+        let is_special = |id: &u32| tokenizer.decode(&[*id]).is_ok_and(|text| text.is_empty());
+        let end = &self.ids[last.saturating_sub(1)..=last];
+        end.iter().any(is_special)
+    }
 }
 
 /// Chats and instructions, of which the answers are learned.

@@ -21,13 +21,15 @@ impl EvaluationOrder {
     ///
     /// # Errors
     ///
-    /// [`TooFewSamples`](crate::DataError::TooFewSamples) when nothing is left to evaluate.
+    /// [`TooFewSamples`](crate::DataError::TooFewSamples) when nothing is left to evaluate,
+    /// [`OutOfRange`](crate::DataError::OutOfRange) for a batch without samples.
     pub fn new(
         samples: usize,
         shape: BatchShape,
         iterations: Option<usize>,
         drop_last: bool,
     ) -> Result<Self> {
+        shape.check()?;
         let global_batch = shape.global_batch();
         let mut dealt = samples;
         if drop_last {

@@ -1,7 +1,7 @@
 //! Data sets end to end.
 
 use super::{Dataset, Names, Sample, with_seed};
-use crate::error::Result;
+use crate::error::{DataError, Error, Result};
 use std::sync::Arc;
 
 /// The samples of several data sets, one set after the other.
@@ -10,8 +10,17 @@ pub struct Joined(Vec<Arc<dyn Dataset>>);
 
 impl Joined {
     /// Joins data sets whose samples have the same tensors.
-    pub fn new(parts: impl IntoIterator<Item = Arc<dyn Dataset>>) -> Self {
-        Self(parts.into_iter().collect())
+    ///
+    /// # Errors
+    ///
+    /// [`DataError::OutOfRange`] without a data set.
+    pub fn new(parts: impl IntoIterator<Item = Arc<dyn Dataset>>) -> Result<Self> {
+        let parts: Vec<_> = parts.into_iter().collect();
+        if parts.is_empty() {
+            let error = DataError::out_of_range("joined data sets", 0, "at least 1");
+            return Err(Error::Data(error));
+        }
+        Ok(Self(parts))
     }
 
     /// Joins data sets; one alone stays as it is.
@@ -32,7 +41,7 @@ impl Joined {
             }
             index -= part.len();
         }
-        unreachable!("sets without samples have no index")
+        unreachable!("there is a set")
     }
 }
 
@@ -50,7 +59,7 @@ impl Dataset for Joined {
         let mut parts = self.0.iter();
         parts.find_map(|part| part.reseeded(seed))?;
         let parts = self.0.iter().map(|part| with_seed(part, seed));
-        Some(Arc::new(Self::new(parts)))
+        Some(Arc::new(Self(parts.collect())))
     }
 
     fn get(&self, index: usize) -> Result<Sample> {
@@ -95,7 +104,7 @@ mod tests {
             Arc::new(TokenDataset::new(tokens, 2, "training").unwrap()) as Arc<dyn Dataset>
         };
         let (first, second) = (part(0..9), part(50..55));
-        let joined = Joined::new([Arc::clone(&first), Arc::clone(&second)]);
+        let joined = Joined::new([Arc::clone(&first), Arc::clone(&second)]).unwrap();
         let apart = |set: &Arc<dyn Dataset>| {
             let set = Arc::clone(set);
             (0..set.len()).map(move |index| set.get(index).unwrap())
@@ -105,5 +114,6 @@ mod tests {
             .map(|index| joined.get(index).unwrap())
             .collect();
         assert_eq!(found, all);
+        assert!(Joined::new([]).is_err());
     }
 }

@@ -29,6 +29,31 @@ pub struct Masking {
     pub kept: Option<u32>,
 }
 
+impl Masking {
+    fn check(&self) -> Result<(), DataError> {
+        let shares = [
+            ("mlm_probability", self.mlm_probability),
+            ("mask_replace_prob", self.mask_replace_prob),
+            ("random_replace_prob", self.random_replace_prob),
+        ];
+        for (setting, share) in shares {
+            if !(0.0..=1.0).contains(&share) {
+                return Err(DataError::out_of_range(setting, share, "from 0 to 1"));
+            }
+        }
+        let draws = self.random_replace_prob > 0.0;
+        if draws && (self.vocab_size == 0 || u32::try_from(self.vocab_size - 1).is_err()) {
+            let expected = "from 1 to 2^32";
+            return Err(DataError::out_of_range(
+                "vocab_size",
+                self.vocab_size,
+                expected,
+            ));
+        }
+        Ok(())
+    }
+}
+
 /// Consecutive windows of a stream of tokens, some tokens of which are hidden.
 ///
 /// What is hidden is drawn from (seed, epoch, sample, position).
@@ -68,7 +93,8 @@ impl MaskedDataset {
     ///
     /// # Errors
     ///
-    /// [`DataError::TooFewTokens`] when they do not make one sample.
+    /// [`DataError::TooFewTokens`] when they do not make one sample; [`DataError::OutOfRange`] for
+    /// a share that is none, and a vocabulary whose tokens no `u32` holds.
     pub fn new(
         tokens: Tokens,
         seq_length: usize,
@@ -83,6 +109,7 @@ impl MaskedDataset {
                 needed: seq_length.max(1),
             }));
         }
+        masking.check().map_err(Error::Data)?;
         Ok(Self {
             tokens,
             seq_length,
@@ -217,6 +244,25 @@ mod tests {
         assert_ne!(labels(&first, 3, 5), labels(&first, 4, 5));
         assert_ne!(labels(&first, 3, 5), labels(&other, 3, 5));
         assert_eq!(first.get(3).unwrap(), first.get_in_epoch(3, 0).unwrap());
+    }
+
+    #[test]
+    fn shares_that_are_none_and_tokens_beyond_all_are_refused() {
+        let good = data(1).masking;
+        let refuse = |masking| {
+            let error = MaskedDataset::new((0..9).collect(), 4, masking, 1, "training");
+            error.unwrap_err().to_string()
+        };
+        let mlm_probability = 1.5;
+        let refused = refuse(Masking {
+            mlm_probability,
+            ..good
+        });
+        assert_eq!(refused, "`mlm_probability` is 1.5, expected from 0 to 1");
+        for vocab_size in [0, usize::MAX] {
+            let refused = refuse(Masking { vocab_size, ..good });
+            assert!(refused.ends_with("expected from 1 to 2^32"), "{refused}");
+        }
     }
 
     #[test]

@@ -57,19 +57,23 @@ impl MixtureDataset {
     ///
     /// # Errors
     ///
-    /// [`DataError::NoShare`] for a part without samples, one whose weight is not a number of more
-    /// than 0, and one whose weight is so small that an epoch takes no sample of it;
-    /// [`DataError::Endless`] for a stream.
+    /// [`DataError::OutOfRange`] without parts; [`DataError::NoShare`] for a part without samples,
+    /// one whose weight is not a finite number of more than 0, and one whose weight is so small
+    /// that an epoch takes no sample of it; [`DataError::Endless`] for a stream.
     pub fn new(parts: Vec<(Arc<dyn Dataset>, f64)>, seed: u64) -> Result<Self> {
         if parts.iter().any(|(data, _)| data.is_stream()) {
             let purpose = "a mixture";
             return Err(Error::Data(DataError::Endless { purpose }));
         }
+        if parts.is_empty() {
+            let error = DataError::out_of_range("parts of a mixture", 0, "at least 1");
+            return Err(Error::Data(error));
+        }
         let len = parts.iter().map(|(data, _)| data.len()).sum();
         let weights: Vec<_> = parts.iter().map(|(_, weight)| *weight).collect();
         let shares = shares(&weights, len);
         for (number, ((data, weight), share)) in parts.iter().zip(&shares).enumerate() {
-            if data.is_empty() || weight.is_nan() || *weight <= 0.0 || *share == 0 {
+            if data.is_empty() || !weight.is_finite() || *weight <= 0.0 || *share == 0 {
                 return Err(Error::Data(DataError::NoShare {
                     number: number + 1,
                     weight: *weight,
@@ -227,6 +231,8 @@ mod tests {
         let expected = "part 2 of the mixture has 2 samples and the weight 0, which makes none of the 10 samples of an epoch: \
              give it more data or a larger weight";
         assert_eq!(refuse(0.0), expected);
+        assert!(refuse(f64::INFINITY).contains("the weight inf, which makes none"));
+        assert!(MixtureDataset::new(Vec::new(), 1).is_err());
         assert!(refuse(1e-9).contains("the weight 0.000000001, which makes none"));
     }
 }

@@ -22,6 +22,24 @@ impl BatchShape {
             .saturating_mul(self.dp)
     }
 
+    /// Refuses a batch without samples.
+    pub(super) fn check(&self) -> Result<()> {
+        for (setting, found) in [
+            ("batch", self.batch),
+            ("microbatches", self.microbatches),
+            ("dp", self.dp),
+        ] {
+            if found == 0 {
+                return Err(Error::Data(DataError::out_of_range(
+                    setting,
+                    found,
+                    "at least 1",
+                )));
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn too_few(&self, split: &'static str, samples: usize) -> Error {
         let Self {
             batch,
@@ -104,8 +122,10 @@ impl TrainingOrder {
     ///
     /// # Errors
     ///
-    /// [`DataError::TooFewSamples`] when they do not fill one global batch.
+    /// [`DataError::TooFewSamples`] when they do not fill one global batch,
+    /// [`DataError::OutOfRange`] for one without samples.
     pub fn new(samples: usize, shape: BatchShape, seed: u64) -> Result<Self> {
+        shape.check()?;
         if samples < shape.global_batch() {
             return Err(shape.too_few("training", samples));
         }
@@ -143,7 +163,9 @@ impl TrainingOrder {
         self.start_step = step;
         // A stream has no end, so an epoch before it was one of other data.
         let epoch = if self.is_stream { 0 } else { position.epoch };
-        self.start_batch = epoch * self.steps_per_epoch() + batch;
+        self.start_batch = epoch
+            .saturating_mul(self.steps_per_epoch())
+            .saturating_add(batch);
         (batch * global_batch).saturating_sub(position.samples)
     }
 
@@ -177,7 +199,7 @@ impl TrainingOrder {
 
     /// Global batches of this size, counted over epochs, that a run of `steps` steps has behind it.
     pub(crate) fn batches_after(&self, steps: usize) -> usize {
-        self.start_batch + (steps - self.start_step)
+        self.start_batch.saturating_add(steps - self.start_step)
     }
 
     /// The position of a run that has done `steps` steps.
@@ -297,6 +319,29 @@ mod tests {
         assert_eq!(order(1).locate(8), (1, 0));
         assert!(order(1).ends_epoch(7) && !order(1).ends_epoch(8));
         assert!((order(1).epochs_after(12) - 1.5).abs() < 1e-12);
+    }
+
+    #[test]
+    fn batches_without_samples_are_refused_and_positions_of_no_run_are_survived() {
+        let shape = BatchShape {
+            batch: 4,
+            microbatches: 0,
+            dp: 1,
+        };
+        let error = TrainingOrder::new(64, shape, 1).unwrap_err().to_string();
+        assert_eq!(error, "`microbatches` is 0, expected at least 1");
+        assert!(crate::data::EvaluationOrder::new(64, shape, None, true).is_err());
+        let shape = BatchShape {
+            microbatches: 1,
+            ..shape
+        };
+        let mut order = TrainingOrder::new(64, shape, 1).unwrap();
+        let position = DataPosition {
+            epoch: usize::MAX,
+            samples: 8,
+        };
+        assert_eq!(order.resume(3, position), 0);
+        assert_eq!(order.microbatch(4, 0, 0).indices.len(), 4);
     }
 
     #[test]

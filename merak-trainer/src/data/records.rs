@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     io::{self, BufRead, Read},
+    iter,
     path::Path,
     sync::Arc,
 };
@@ -248,9 +249,25 @@ fn at_column(error: &serde_json::Error) -> String {
     error.to_string().replace(" at line 1 ", " at ")
 }
 
+/// A row that is put behind the last one. The parser takes the end of a file for the end of a
+/// quote, so one that is still open swallows this row too.
+const END: &str = "\u{4}the end of the table\u{4}";
+
+fn is_end(row: &csv::StringRecord) -> bool {
+    row.len() == 1 && &row[0] == END
+}
+
+fn has_swallowed_end(row: &csv::StringRecord) -> bool {
+    row.len()
+        .checked_sub(1)
+        .is_some_and(|last| row[last].ends_with(END))
+}
+
 fn table<'a>(path: Arc<Path>, content: impl Read + Send + 'a, delimiter: u8) -> Result<Parsed<'a>> {
+    let content = content.chain(b"\n".chain(END.as_bytes()));
     let mut reader = csv::ReaderBuilder::new()
         .delimiter(delimiter)
+        .flexible(true)
         .from_reader(content);
     let failed = |path: &Path, error: csv::Error| {
         let line = error.position().map_or(1, csv::Position::line);
@@ -258,6 +275,13 @@ fn table<'a>(path: Arc<Path>, content: impl Read + Send + 'a, delimiter: u8) -> 
     };
     let names = reader.headers().map_err(|error| failed(&path, error))?;
     let names = names.clone();
+    if is_end(&names) {
+        return Ok(Box::new(iter::empty()));
+    }
+    let unclosed = "the quote of the last cell is never closed";
+    if has_swallowed_end(&names) {
+        return Err(wrong(&path, 1, unclosed.to_owned()));
+    }
     let mut seen = BTreeSet::new();
     if let Some(twice) = names.iter().find(|name| !seen.insert(name.trim())) {
         return Err(wrong(
@@ -266,8 +290,24 @@ fn table<'a>(path: Arc<Path>, content: impl Read + Send + 'a, delimiter: u8) -> 
             format!("the column \"{twice}\" stands twice"),
         ));
     }
-    Ok(Box::new(reader.into_records().map(move |row| {
+    let rows = reader.into_records();
+    let rows = rows.take_while(|row| !row.as_ref().is_ok_and(is_end));
+    Ok(Box::new(rows.map(move |row| {
         let row = row.map_err(|error| failed(&path, error))?;
+        let wrong = |reason| {
+            let line = row.position().map_or(1, csv::Position::line);
+            Err(wrong(&path, line, reason))
+        };
+        if has_swallowed_end(&row) {
+            return wrong(unclosed.to_owned());
+        }
+        if row.len() != names.len() {
+            let (found, expected) = (row.len(), names.len());
+            let reason = format!(
+                "the row has another number of cells than the header: {found}, expected {expected}"
+            );
+            return wrong(reason);
+        }
         let fields = names.iter().zip(&row);
         let fields = fields.map(|(name, cell)| (name.trim().to_owned(), Value::from(cell)));
         Ok(Record {
@@ -505,7 +545,10 @@ mod tests {
         let read = |name, text, format| records(name, text, format).unwrap_err();
         insta::assert_snapshot!(read("a.jsonl", "{}\n{\"a\": ", DataFormat::Jsonl), @"a.jsonl:2: the line is no JSON: EOF while parsing a value at column 6");
         insta::assert_snapshot!(read("a.jsonl", "[1]", DataFormat::Jsonl), @"a.jsonl:1: the line is [1], expected an object");
-        insta::assert_snapshot!(read("a.csv", "text,label\na,1\nb\n", DataFormat::Csv), @"a.csv:3: CSV error: record 2 (line: 3, byte: 15): found record with 1 fields, but the previous record has 2 fields");
+        insta::assert_snapshot!(read("a.csv", "text,label\na,1\nb\n", DataFormat::Csv), @"a.csv:3: the row has another number of cells than the header: 1, expected 2");
+        let open = "text,label\na,1\n\"b,2\nc,3\n";
+        insta::assert_snapshot!(read("a.csv", open, DataFormat::Csv), @"a.csv:3: the quote of the last cell is never closed");
+        insta::assert_snapshot!(read("a.csv", "\"text\na\n", DataFormat::Csv), @"a.csv:1: the quote of the last cell is never closed");
         insta::assert_snapshot!(read("a.csv", "text,label\n", DataFormat::Csv), @"no records in a.csv: csv needs a line with the names of the columns and a line for each record");
         insta::assert_snapshot!(read("a.tsv", "", DataFormat::Tsv), @"no records in a.tsv: tsv needs a line with the names of the columns and a line for each record");
         insta::assert_snapshot!(read("a.jsonl", "\n\n", DataFormat::Jsonl), @"no records in a.jsonl: jsonl needs a JSON object in each line");

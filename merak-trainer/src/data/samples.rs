@@ -26,6 +26,9 @@ use crate::{
     error::{ConfigError, DataError, Error, Result},
 };
 
+/// Chats of which the ends of answers are looked at.
+const LOOKED_AT: usize = 32;
+
 /// The token that parts the documents of a stream.
 fn end_of_document(tokenizer: &Tokenizer) -> Result<u32> {
     tokenizer.end_of_document().ok_or_else(|| {
@@ -203,9 +206,12 @@ impl Maker<'_> {
         let seq = self.model.lengths.input;
         let mut chats = Vec::with_capacity(records.len());
         let mut inputs = Vec::with_capacity(records.len());
+        let mut without_end = 0;
         for record in records.iter() {
             let mut chat = maker.tokens(&record?)?;
             inputs.push(chat.inputs());
+            let is_looked_at = chats.len() < LOOKED_AT;
+            without_end += usize::from(is_looked_at && !chat.answer_ends(tokenizer));
             chat.ids.truncate(seq + 1);
             chat.ids.shrink_to_fit();
             chat.is_answer.truncate(seq + 1);
@@ -213,6 +219,13 @@ impl Maker<'_> {
             chats.push(chat);
         }
         Cuts::of(inputs.into_iter(), seq).tell("chats", &self.told);
+        let looked_at = chats.len().min(LOOKED_AT);
+        if looked_at > 0 && without_end == looked_at && self.told.is_first("ends") {
+            tracing::warn!(
+                "no answer ends in a special token of the tokenizer: the model does not learn where to stop, and its \
+                 texts run to \"max_new_tokens\""
+            );
+        }
         let has_answer = |chat: &&AnsweredTokens| chat.is_answer.iter().skip(1).any(|&is| is);
         let without = chats.len() - chats.iter().filter(has_answer).count();
         if without > 0 && self.told.is_first("answers") {

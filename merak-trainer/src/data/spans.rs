@@ -46,8 +46,10 @@ impl SpanCounts {
 }
 
 impl Corruption {
-    /// The sizes for a text of `tokens` tokens, at least 2: some are left out and some are kept.
+    /// The sizes for a text of `tokens` tokens, at least 2, which fewer become: some are left out
+    /// and some are kept.
     pub fn counts(&self, tokens: usize) -> SpanCounts {
+        let tokens = tokens.max(2);
         // As Python rounds.
         let round = |x: f64| x.round_ties_even() as usize;
         let noise = round(tokens as f64 * self.noise_density).clamp(1, tokens - 1);
@@ -110,7 +112,8 @@ impl SpanDataset {
     ///
     /// # Errors
     ///
-    /// [`DataError::TooFewTokens`] when they do not make one sample.
+    /// [`DataError::TooFewTokens`] when they do not make one sample; [`DataError::OutOfRange`] for
+    /// sizes that [`Corruption::counts`] does not give, and for fewer sentinels than pieces.
     pub fn new(
         tokens: Tokens,
         counts: SpanCounts,
@@ -125,6 +128,33 @@ impl SpanDataset {
                 tokens: tokens.len(),
                 needed: counts.tokens,
             }));
+        }
+        let kept = counts.tokens.saturating_sub(counts.noise);
+        for (setting, found, legal, expected) in [
+            (
+                "noise",
+                counts.noise,
+                counts.noise > 0 && kept > 0,
+                "at least 1 and less than the tokens of a text",
+            ),
+            (
+                "spans",
+                counts.spans,
+                (1..=kept.min(counts.noise)).contains(&counts.spans),
+                "at least 1, and a token of each and between them",
+            ),
+            (
+                "sentinels",
+                special.sentinels.len(),
+                special.sentinels.len() >= counts.spans,
+                "one for each piece",
+            ),
+        ] {
+            if !legal {
+                return Err(Error::Data(DataError::out_of_range(
+                    setting, found, expected,
+                )));
+            }
         }
         Ok(Self {
             tokens,
@@ -266,6 +296,51 @@ mod tests {
             let expected: Vec<_> = (from..from + i64::try_from(data.counts.tokens).expect("small")).collect();
             prop_assert_eq!(text, expected);
         }
+    }
+
+    #[test]
+    fn sizes_that_no_text_has_are_refused() {
+        let refuse = |noise, spans, sentinels: u32| {
+            let counts = SpanCounts {
+                tokens: 20,
+                noise,
+                spans,
+            };
+            let shape = PairShape {
+                input: 20,
+                target: 20,
+                pad: 0,
+                start: 0,
+            };
+            let special = SpanTokens {
+                sentinels: (9000..9000 + sentinels).collect(),
+                end: 1,
+            };
+            let tokens = (100..200).collect();
+            let data = SpanDataset::new(tokens, counts, shape, special, 42, "training");
+            data.err().map(|error| error.to_string())
+        };
+        insta::assert_debug_snapshot!(
+            [refuse(4, 2, 2), refuse(20, 2, 2), refuse(4, 0, 2), refuse(4, 5, 9), refuse(4, 2, 1)],
+            @r#"
+        [
+            None,
+            Some(
+                "`noise` is 20, expected at least 1 and less than the tokens of a text",
+            ),
+            Some(
+                "`spans` is 0, expected at least 1, and a token of each and between them",
+            ),
+            Some(
+                "`spans` is 5, expected at least 1, and a token of each and between them",
+            ),
+            Some(
+                "`sentinels` is 1, expected one for each piece",
+            ),
+        ]
+        "#
+        );
+        assert_eq!(T5.counts(0), T5.counts(2));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use merak_ckpt::{Checksum, DraftBeside};
+use merak_ckpt::{Checksum, DraftBeside, replace_file};
 
 use super::{
     bpe::{WordCounts, add_words, count_words},
@@ -273,7 +273,7 @@ pub fn tokenize(
     )?;
     let header = writer.finish().map_err(Error::writing(&path))?;
     let file = path.join(TOKENIZER);
-    fs::write(&file, tokenizer.to_json()?).map_err(Error::writing(&file))?;
+    replace_file(&file, tokenizer.to_json()?.as_bytes()).map_err(Error::writing(&file))?;
     draft.replace()?;
     Ok(described(&header, &texts, Some(bytes)))
 }

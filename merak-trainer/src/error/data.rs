@@ -6,7 +6,7 @@ use super::words::{
 };
 use merak_ckpt::words::{Bytes, brief, file, sentence};
 use merak_mpu::names::did_you_mean;
-use std::path::PathBuf;
+use std::{fmt, path::PathBuf};
 
 /// What is wrong with the data, alone or beside the model.
 #[derive(Debug, thiserror::Error)]
@@ -365,6 +365,16 @@ pub enum DataError {
         /// Size of the model's vocabulary.
         vocab: usize,
     },
+    /// A number of a data set outside its legal range.
+    #[error("`{setting}` is {found}, expected {expected}")]
+    OutOfRange {
+        /// What the number is.
+        setting: &'static str,
+        /// The number.
+        found: String,
+        /// The legal ones, in words.
+        expected: &'static str,
+    },
     /// A part of a mixture that gives no sample.
     #[error(
         "part {number} of the mixture has {samples} samples and the weight {weight}, which makes none of the {all} \
@@ -465,4 +475,18 @@ pub enum DataError {
     /// A prefetch thread that ended before its samples were read.
     #[error("a data thread ended before it delivered its samples")]
     DataThread,
+}
+
+impl DataError {
+    pub(crate) fn out_of_range(
+        setting: &'static str,
+        found: impl fmt::Display,
+        expected: &'static str,
+    ) -> Self {
+        Self::OutOfRange {
+            setting,
+            found: found.to_string(),
+            expected,
+        }
+    }
 }

@@ -221,7 +221,7 @@ fn of_partition(error: &merak_partition::Error) -> Vec<&'static str> {
     match error {
         E::TargetSegments { .. } => vec!["shard_count", "pp"],
         E::TooFewSegments { .. } | E::NoLegalCut { .. } => {
-            vec!["pp", "virtual_stages", "leaf_modules"]
+            vec!["virtual_stages", "pp", "leaf_modules"]
         }
         E::UnknownSplitPoint { .. } => vec!["custom_split_points", "split_method"],
         E::UnknownLeaf { .. } => vec!["leaf_modules"],

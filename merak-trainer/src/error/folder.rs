@@ -30,6 +30,23 @@ pub enum FolderError {
         /// Where the run to be replaced lies, while this one has saved nothing.
         aside: Option<PathBuf>,
     },
+    /// A folder whose files would be read as data.
+    #[error(
+        "{}, which {named_by} names, lies in {}, which \"{key}\" names, and its files would be read as data: name a \
+         folder elsewhere",
+        file(folder),
+        file(data)
+    )]
+    InData {
+        /// The folder that is written.
+        folder: PathBuf,
+        /// What names it.
+        named_by: &'static str,
+        /// The folder of the data.
+        data: PathBuf,
+        /// The key that names the data.
+        key: &'static str,
+    },
     /// An adapter where a run is to write its own.
     #[error(
         "{} has an adapter already, which no run of this folder has trained: move it away, or name another \

@@ -175,7 +175,8 @@ pub enum PlanError {
     },
     /// A run in which everything is frozen.
     #[error(
-        "every parameter is frozen: `inference_mode` in \"lora_config\" is for adapters that are not trained"
+        "every parameter is frozen, and nothing is left to train: a factor of 0 in \"lr_scales\" freezes, as does \
+         `inference_mode` in \"lora_config\""
     )]
     NothingTrained,
     /// A model that was made for another task.

@@ -1,12 +1,15 @@
 //! Whether an output folder, and what lies in it, can be a run's. Nothing here changes a folder.
 
 use super::{ASIDE, EVENTS, FILES, MOVING, REMOVED, start::Found};
-use crate::error::{Error, FolderError, Result};
+use crate::{
+    config::{CheckedArguments, DataFormat},
+    error::{Error, FolderError, Result},
+};
 use merak_ckpt::{Store, format::CHECKPOINTS, words::file};
 use rustix::fs::Access;
 use std::{
     fs, io,
-    path::{Path, PathBuf},
+    path::{Path, PathBuf, absolute},
 };
 
 /// Refuses a path with a link that leads nowhere.
@@ -25,6 +28,46 @@ pub(super) fn check_link(path: &Path) -> Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// Refuses a folder within the data, where what is written would be read.
+pub(super) fn check_outside_data(
+    args: &CheckedArguments,
+    named_by: &'static str,
+    folder: &Path,
+) -> Result<()> {
+    // Other formats read files by their ending, which a run gives none of its own.
+    let reads_all = args.data.format.is_plain() || args.data.format == DataFormat::Tensors;
+    let place = resolved(folder);
+    let mut data = args.inputs([]).into_iter();
+    let around = data.find(|(key, input)| {
+        let within = place.strip_prefix(resolved(input)).ok();
+        // What begins with a dot is passed over.
+        let is_read = within.is_some_and(|within| {
+            let mut names = within.iter();
+            !names.any(|name| name.as_encoded_bytes().starts_with(b"."))
+        });
+        reads_all && key.starts_with("data.") && input.is_dir() && is_read
+    });
+    match around {
+        Some((key, data)) => Err(Error::Folder(FolderError::InData {
+            folder: folder.to_owned(),
+            named_by,
+            data: data.to_owned(),
+            key,
+        })),
+        None => Ok(()),
+    }
+}
+
+/// A path without links, of which the end need not be there.
+fn resolved(path: &Path) -> PathBuf {
+    let path = absolute(path).unwrap_or_else(|_| path.to_owned());
+    let there = path.ancestors().find_map(|there| {
+        let rest = path.strip_prefix(there).ok()?;
+        Some(fs::canonicalize(there).ok()?.join(rest))
+    });
+    there.unwrap_or(path)
 }
 
 /// Checks that the output folder can be made, without making it.

@@ -1,9 +1,7 @@
 //! The entries of a run as they are moved, put back and removed.
 
-use super::{
-    ASIDE, Contents, EARLIER, EVENTS, FILES, METRICS_DRAFT, MOVING, REMOVED, REPORT_DRAFT,
-};
-use merak_ckpt::{ADAPTER_FOLDER, Store, format::CHECKPOINTS, words::file};
+use super::{ASIDE, Contents, EARLIER, EVENTS, FILES, MOVING, REMOVED};
+use merak_ckpt::{ADAPTER_FOLDER, DraftFile, Store, format::CHECKPOINTS, words::file};
 use std::{
     fs, io,
     os::unix::fs::{MetadataExt, symlink},
@@ -24,8 +22,8 @@ pub(super) fn recover(folder: &Path) -> io::Result<()> {
         tracing::warn!(%path, "a run that was set aside is back in its place");
     }
     remove_removed(folder)?;
-    for draft in [METRICS_DRAFT, REPORT_DRAFT] {
-        let draft = folder.join(draft);
+    for name in FILES {
+        let draft = DraftFile::place(&folder.join(name))?;
         if draft.is_file() {
             fs::remove_file(draft)?;
         }

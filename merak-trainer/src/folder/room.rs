@@ -1,7 +1,7 @@
 //! How a run makes room for itself in a folder that has one.
 
 use super::{
-    ASIDE, Contents, METRICS_DRAFT, METRICS_FILE, MOVING, RESOLVED, RunFolder,
+    ASIDE, Contents, METRICS_FILE, MOVING, RESOLVED, RunFolder,
     moves::{
         elsewhere, free_names, free_within, place_checkpoints, remove_aside, remove_run, set_aside,
     },
@@ -11,7 +11,7 @@ use crate::{
     config::CheckedArguments,
     error::{FolderError, Result},
 };
-use merak_ckpt::{ADAPTER_FOLDER, Store, words::file, write_regular};
+use merak_ckpt::{ADAPTER_FOLDER, DraftFile, Store, words::file};
 use std::{fmt::Write as _, fs, io, path::Path, sync::atomic::Ordering};
 
 /// What becomes of the runs in a folder when the next one begins to write.
@@ -208,8 +208,9 @@ impl RunFolder {
         let metrics = self.path.join(METRICS_FILE);
         if metrics.exists() {
             // After a crash the copy is put back, so that it must be whole.
-            let copy = self.path.join(METRICS_DRAFT);
-            write_regular(&copy, &merak_ckpt::read_regular(&metrics, u64::MAX)?)?;
+            let copy = DraftFile::place(&metrics)?;
+            fs::write(&copy, merak_ckpt::read_regular(&metrics, u64::MAX)?)?;
+            fs::File::open(&copy)?.sync_all()?;
             fs::rename(copy, moving.join(METRICS_FILE))?;
         }
         place_checkpoints(&self.path, &name)?;

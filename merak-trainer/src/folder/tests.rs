@@ -5,7 +5,7 @@ use crate::{
     config::{InputPath, MerakArguments},
     error::{Error, FolderError},
 };
-use merak_ckpt::{ADAPTER_CONFIG, ADAPTER_FOLDER, Header, Store, format::CHECKPOINTS};
+use merak_ckpt::{ADAPTER_CONFIG, ADAPTER_FOLDER, DraftFile, Header, Store, format::CHECKPOINTS};
 use std::{io, path::Path};
 
 fn args(folder: &Path, change: impl FnOnce(&mut MerakArguments)) -> CheckedArguments {
@@ -168,8 +168,10 @@ fn a_crash_while_a_run_is_set_aside_puts_it_back() {
     }
     let folder = tempfile::tempdir().unwrap();
     run(&folder.path().join(REMOVED), 7);
-    fs::write(folder.path().join(METRICS_DRAFT), "{\"step\":1}\n").unwrap();
-    fs::write(folder.path().join(REPORT_DRAFT), "<!doctype").unwrap();
+    for name in FILES {
+        let draft = DraftFile::place(&folder.path().join(name)).unwrap();
+        fs::write(draft, "half").unwrap();
+    }
     take(&args(folder.path(), |_| ())).unwrap();
     assert!(names(folder.path()).is_empty());
 }

@@ -6,14 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use merak_ckpt::{lies_at, open_to_write, words, write_regular};
+use merak_ckpt::{lies_at, open_to_write, replace_file, words};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::{
-    error::{Error, Result},
-    folder::METRICS_DRAFT,
-};
+use crate::error::{Error, Result};
 
 /// What a logged step reports: every `logging_steps` steps, the first step of a run or of its
 /// resumed part, and the last one. A number that is not finite is written as `null`.
@@ -100,7 +97,7 @@ impl MetricsFile {
         };
         let kept = records_until(&earlier, steps);
         if kept != earlier {
-            replace(path, METRICS_DRAFT, &kept).map_err(failed)?;
+            replace_file(path, kept.as_bytes()).map_err(failed)?;
         }
         Ok(Self {
             path: path.to_path_buf(),
@@ -199,18 +196,6 @@ fn records_until(text: &str, steps: usize) -> String {
 fn last_time_s(text: &str) -> f64 {
     let time = |line: &str| serde_json::from_str::<Value>(line).ok()?["time_s"].as_f64();
     text.lines().rev().find_map(time).unwrap_or(0.0)
-}
-
-/// Replaces a file's content at once, so that a crash or a full disk leaves the old or the new one.
-/// `draft` is its name beside the file until then.
-pub(super) fn replace(path: &Path, draft: &str, text: &str) -> io::Result<()> {
-    let draft = path.with_file_name(draft);
-    if let Err(error) = write_regular(&draft, text.as_bytes()) {
-        // What was written takes the room that there is.
-        let _ = fs::remove_file(&draft);
-        return Err(error);
-    }
-    fs::rename(&draft, path)
 }
 
 #[cfg(test)]

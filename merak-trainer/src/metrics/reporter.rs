@@ -6,18 +6,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use merak_ckpt::{words, write_regular};
+use merak_ckpt::{replace_file, words};
 use serde::Serialize;
 use serde_json::Value;
 
 use super::{
     EvaluationMetrics, EventFile, METRICS_FILE, MetricsFile, Page, Peak, Progress, Ran, Rates,
-    StepMetrics, file::replace, resident_bytes,
+    StepMetrics, resident_bytes,
 };
 use crate::{
     config::{CheckedArguments, ReportTo},
     error::{Error, FolderError, Result},
-    folder::{EVENTS, REPORT_DRAFT, REPORT_FILE, TRACE_FILE},
+    folder::{EVENTS, REPORT_FILE, TRACE_FILE},
     trainer::{
         Breakdown, Callback, MerakTrainer, Rollback, StepProfile, StepReport, TrainerControl,
     },
@@ -226,14 +226,14 @@ impl Report {
         let path = self.output_dir.join(REPORT_FILE);
         let page = self.file.records().and_then(|records| {
             let html = page.to_html(&records, ran)?;
-            replace(&path, REPORT_DRAFT, &html).map_err(|source| Error::Write { path, source })
+            replace_file(&path, html.as_bytes()).map_err(|source| Error::Write { path, source })
         });
         self.note(page);
     }
 
     fn write_trace(&mut self, profile: &StepProfile) {
         let path = self.output_dir.join(TRACE_FILE);
-        match write_regular(&path, profile.to_trace().as_bytes()) {
+        match replace_file(&path, profile.to_trace().as_bytes()) {
             Ok(()) => self.say(&format!("profile {}", words::file(&path))),
             Err(source) => self.note(Err(Error::Write { path, source })),
         }

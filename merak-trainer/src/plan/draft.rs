@@ -125,8 +125,9 @@ impl Draft {
             .with_vocab(args.parallel_vocab.then_some(info.vocab_size))
             .with_sequence(sequence(args));
         let adapted = with_adapter(traced, inputs.lora.clone(), info.family, kept);
-        let (graph, lora, unmatched_targets) = adapted.map_err(|error| of_file(error, args))?;
+        let (mut graph, lora, unmatched_targets) = adapted.map_err(|error| of_file(error, args))?;
         groups::check(args, &graph)?;
+        groups::freeze(args, &mut graph);
         let mut rewritten = split_layers(&graph, &split, inputs, args)?;
         rewritten.report.choices = choices;
         let sequence = Options::along_sequence(args.sp, along_sequence(args), args.sp_method);

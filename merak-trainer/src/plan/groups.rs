@@ -44,9 +44,14 @@ impl<'a> ParamGroups<'a> {
         spec.decay = param.decays() && !args.no_decay_names.as_deref().is_some_and(named);
         let is_matrix = param.role == ParamRole::Weight && param.full.shape.len() == 2;
         spec.hidden_matrix = is_matrix && !self.heads.contains(name);
-        let above = self.layers_above(name) as f64;
-        spec.lr_scale = args.lr_scales.of(name) * args.layerwise_lr_decay.powf(above);
+        spec.lr_scale = self.lr_scale(name);
         spec
+    }
+
+    /// The factor of a parameter's learning rate.
+    fn lr_scale(&self, name: &str) -> f64 {
+        let above = self.layers_above(name) as f64;
+        self.args.lr_scales.of(name) * self.args.layerwise_lr_decay.powf(above)
     }
 
     /// The layers above a parameter. What precedes the first layer of a model lies below all of
@@ -59,6 +64,19 @@ impl<'a> ParamGroups<'a> {
             }
             None => 0,
         }
+    }
+}
+
+/// Freezes what has a learning rate of 0: it gets no gradient, no optimizer state and no traffic.
+pub(super) fn freeze(args: &CheckedArguments, model: &mut Graph) {
+    let groups = ParamGroups::new(args, model);
+    let params = model.params().iter();
+    let rests = params.filter(|param| param.trainable && groups.lr_scale(&param.name) == 0.0);
+    let rests: Vec<_> = rests
+        .filter_map(|param| model.find_param(&param.name))
+        .collect();
+    for id in rests {
+        model.param_mut(id).trainable = false;
     }
 }
 

@@ -163,8 +163,9 @@ impl MerakTrainer {
         Ok((evaluation, stop))
     }
 
-    /// Ends a run that skips too many steps: as many in a row as the arguments allow where the loss
-    /// scale cannot fall, or all of them. `updates` counts the steps that were not skipped.
+    /// Ends a run that skips too many steps where the loss scale cannot fall: as many in a row as
+    /// the arguments allow, or more at its end than it has updates; and one that skips all of them.
+    /// `updates` counts the steps that were not skipped.
     ///
     /// # Communication
     /// A barrier before the error.
@@ -173,7 +174,8 @@ impl MerakTrainer {
             self.stages.optimizer.progress(),
             self.args.max_skipped_steps,
         );
-        let is_over = self.progress.is_done() && updates == 0;
+        let is_lost = updates == 0 || progress.skipped_at_floor > progress.steps;
+        let is_over = self.progress.is_done() && is_lost;
         match &report.skipped {
             Some(param) if is_over || progress.skipped_at_floor >= limit as u64 => {
                 // The checkpoint that is being written is of an earlier step.

@@ -2,11 +2,17 @@
 
 use crate::{
     config::CheckedArguments,
+    machine::num_cores,
     plan::{Draft, kept_bytes, kept_under},
+    world::threads_per_rank,
 };
 use merak_partition::{ParamBytes, ParamSums};
 use merak_trace::{Units, backend::candle::Products};
 use merak_zero::ZeroConfig;
+
+/// Threads of a rank for each core of its host from which on a step takes much longer: with sixty
+/// times as many as cores it takes seconds.
+const MOST_THREADS_A_CORE: usize = 8;
 
 /// Warns of what the arguments ask for in vain, and of what the split of layers over ranks costs;
 /// for the first rank.
@@ -47,6 +53,14 @@ pub(super) fn warn(args: &CheckedArguments, draft: &Draft) {
             "\"parallel_vocab\" splits the logits, but {} needs them whole: they are gathered, {} bytes a microbatch",
             logits.needed_by,
             logits.bytes
+        );
+    }
+    let (threads, cores) = (threads_per_rank(args), num_cores());
+    if threads > MOST_THREADS_A_CORE * cores {
+        tracing::warn!(
+            threads,
+            cores,
+            "\"compute.threads_per_rank\" has many more threads than there are cores, which wait for each other"
         );
     }
     if args.offload_optimizer != args.offload() {

@@ -448,7 +448,7 @@ fn samples_by_another_seed_are_those_that_were_made_with_it() {
         };
         let expected = samples(&*second);
         assert!(samples(&*first) != expected, "{name}");
-        let joined: Arc<dyn Dataset> = Arc::new(Joined::new([Arc::clone(&first)]));
+        let joined: Arc<dyn Dataset> = Arc::new(Joined::new([Arc::clone(&first)]).expect("a set"));
         for data in [first, joined] {
             let other = data.reseeded(2).expect("it draws");
             assert!(samples(&*other) == expected, "{name}");

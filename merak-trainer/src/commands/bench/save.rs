@@ -8,18 +8,24 @@ use merak_trainer::{
 };
 use serde_json::{Value, json};
 use std::{
-    path::PathBuf,
+    fs, io,
+    path::{Path, PathBuf},
+    process,
     sync::Arc,
+    thread,
     time::{Duration, Instant},
 };
 
 use super::{MadeUp, Shape, trainer_on};
 
+/// Times that the folder is removed before that fails.
+const REMOVALS: u32 = 500;
+
 /// Times checkpoints of a GPT that are written at once and while training goes on; prints one JSON
 /// line.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Save {
-    /// Folder for the checkpoints, on the disk that is measured.
+    /// Folder on the disk that is measured; the checkpoints go into one within, which is removed.
     folder: PathBuf,
     /// Data-parallel replicas.
     #[arg(long, default_value_t = 1)]
@@ -56,10 +62,13 @@ impl Save {
         if self.steps == 0 {
             return Err("--steps is 0, expected at least 1".into());
         }
-        let (config, args) = self.arguments()?;
+        // What else lies in the folder stays, and nothing of this.
+        let own = self.folder.join(format!(".merak-bench-{}", process::id()));
+        let (config, args) = self.arguments(&own)?;
         let model = self.shape.gpt2(self.seq, "--seq")?;
-        self.measure(model, &args)
-            .map_err(|error| super::located(&config, error))
+        let measured = self.measure(model, &args);
+        remove(&own).map_err(merak_trainer::Error::writing(&own))?;
+        measured.map_err(|error| super::located(&config, error))
     }
 
     /// Measures the checkpoints of a model.
@@ -96,11 +105,14 @@ impl Save {
         }))
     }
 
-    fn arguments(&self) -> Result<(Config, CheckedArguments), super::super::Failure> {
+    fn arguments(
+        &self,
+        folder: &Path,
+    ) -> Result<(Config, CheckedArguments), super::super::Failure> {
         let options = vec![
             ("--dp", "dp", self.dp.to_string()),
             ("--zero", "zero_stage", self.zero.to_string()),
-            ("FOLDER", "output_dir", self.folder.display().to_string()),
+            ("FOLDER", "output_dir", folder.display().to_string()),
         ];
         let always = [
             ("per_device_train_batch_size", "1"),
@@ -109,6 +121,18 @@ impl Save {
         ];
         super::configured(options, &always)
     }
+}
+
+/// Removes a folder of checkpoints, of which a thread may still be removing an older one.
+fn remove(folder: &Path) -> io::Result<()> {
+    for _ in 0..REMOVALS {
+        match fs::remove_dir_all(folder) {
+            Ok(()) => return Ok(()),
+            Err(_) if !folder.exists() => return Ok(()),
+            Err(_) => thread::sleep(Duration::from_millis(20)),
+        }
+    }
+    fs::remove_dir_all(folder)
 }
 
 /// A checkpoint at once and one while training goes on, each after a step.

@@ -1,12 +1,11 @@
 //! Predictions as JSON lines.
 
-use merak_ckpt::format::DRAFT;
+use merak_ckpt::DraftFile;
 use merak_trainer::{Error, PredictionKind, Result, SamplePrediction};
 use serde_json::{Value, json};
 use std::{
-    ffi::OsString,
-    fs::{self, File},
-    io::{self, BufWriter, ErrorKind, Write},
+    fs::File,
+    io::{self, BufWriter, IntoInnerError, Write},
     path::{Path, PathBuf},
 };
 
@@ -16,12 +15,16 @@ pub(super) const STANDARD: &str = "standard output";
 /// Lines on their way to a file, which takes its name when all are there. Dropping them before
 /// removes what was written.
 pub(in crate::commands) struct Lines {
-    out: Box<dyn Write + Send>,
+    out: Out,
     /// The file.
     path: PathBuf,
-    /// Where its lines lie until then; a pipe, a device and standard output get them at once.
-    draft: Option<PathBuf>,
     has_labels: bool,
+}
+
+enum Out {
+    File(BufWriter<DraftFile>),
+    /// A pipe, a device or standard output, which get lines at once.
+    Stream(Box<dyn Write + Send>),
 }
 
 /// Whether a path stands for standard output.
@@ -34,29 +37,22 @@ impl Lines {
     pub(in crate::commands) fn begin(path: &Path) -> io::Result<Self> {
         if is_standard(path) {
             // Each line is written when it ends.
-            return Ok(Self::to(io::stdout(), STANDARD.into(), None));
+            return Ok(Self::to(Out::Stream(Box::new(io::stdout())), STANDARD));
         }
-        // A link stays one.
-        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         if path.exists() {
-            let there = File::options().append(true).open(&path)?;
+            let there = File::options().append(true).open(path)?;
             if !there.metadata()?.is_file() {
-                return Ok(Self::to(BufWriter::new(there), path, None));
+                return Ok(Self::to(Out::Stream(Box::new(BufWriter::new(there))), path));
             }
         }
-        let name = path.file_name().ok_or(ErrorKind::NotFound)?;
-        let mut draft = OsString::from(DRAFT);
-        draft.push(name);
-        let draft = path.with_file_name(draft);
-        let out = BufWriter::new(File::create(&draft)?);
-        Ok(Self::to(out, path, Some(draft)))
+        let draft = BufWriter::new(DraftFile::begin(path)?);
+        Ok(Self::to(Out::File(draft), path))
     }
 
-    fn to(out: impl Write + Send + 'static, path: PathBuf, draft: Option<PathBuf>) -> Self {
+    fn to(out: Out, path: impl Into<PathBuf>) -> Self {
         Self {
-            out: Box::new(out),
-            path,
-            draft,
+            out,
+            path: path.into(),
             has_labels: false,
         }
     }
@@ -73,31 +69,24 @@ impl Lines {
             line["file"] = name.into();
         }
         self.has_labels |= prediction.labels.iter().any(|&label| label >= 0);
-        writeln!(self.out, "{line}").map_err(Error::writing(&self.path))
+        let written = match &mut self.out {
+            Out::File(draft) => writeln!(draft, "{line}"),
+            Out::Stream(out) => writeln!(out, "{line}"),
+        };
+        written.map_err(Error::writing(&self.path))
     }
 
     /// Gives the file its name. Returns whether samples had labels.
-    pub(in crate::commands) fn finish(mut self) -> Result<bool> {
-        self.named().map_err(Error::writing(&self.path))?;
+    pub(in crate::commands) fn finish(self) -> Result<bool> {
+        let finished = match self.out {
+            Out::File(draft) => draft
+                .into_inner()
+                .map_err(IntoInnerError::into_error)
+                .and_then(DraftFile::finish),
+            Out::Stream(mut out) => out.flush(),
+        };
+        finished.map_err(Error::writing(&self.path))?;
         Ok(self.has_labels)
-    }
-
-    fn named(&mut self) -> io::Result<()> {
-        self.out.flush()?;
-        if let Some(draft) = &self.draft {
-            fs::rename(draft, &self.path)?;
-            self.draft = None;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Lines {
-    fn drop(&mut self) {
-        if let Some(draft) = &self.draft {
-            // What stays is seen by its name.
-            let _ = fs::remove_file(draft);
-        }
     }
 }
 
@@ -148,6 +137,8 @@ fn line(kind: PredictionKind, prediction: &SamplePrediction) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn prediction(values: &[f32], labels: &[i64]) -> SamplePrediction {

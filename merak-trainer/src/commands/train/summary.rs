@@ -116,15 +116,20 @@ impl Run<'_> {
     /// Adds the activations of the first rank beside their prediction.
     fn tell_memory(&self, finished: &Finished, text: &mut String) {
         let measured = Bytes::from(finished.peak_activation_bytes);
-        let _ = write!(
-            text,
-            "memory    {measured} of activations at most on rank 0"
-        );
-        let predicted = self.predicted_activation_bytes().unwrap_or_default();
-        let _ = match predicted.first() {
-            Some(&predicted) => writeln!(text, ", predicted {}", Bytes::from(predicted)),
-            None => writeln!(text),
+        let predicted = self.predicted_memory().unwrap_or_default();
+        let Some(predicted) = predicted.first() else {
+            return;
         };
+        // Both have gathered weights that come and go.
+        let (what, bound) = match predicted.gathered {
+            0 => ("activations", ""),
+            _ => ("activations and gathered weights", "at most "),
+        };
+        let predicted = Bytes::from(predicted.activations + predicted.gathered);
+        let _ = writeln!(
+            text,
+            "memory    {measured} of {what} at most on rank 0, predicted {bound}{predicted}"
+        );
     }
 
     /// Adds the text that the model makes.

@@ -270,17 +270,12 @@ fn check_optimizer(
     if is_same && found.is_empty() && !names.is_empty() {
         return lacks(format!("optimizer state ({})", names.join(", ")));
     }
-    if is_same && found == names {
-        let manifest = checkpoint.manifest();
-        let mut params = plan.trained_params();
-        let missing = params.find_map(|param| {
-            let is_missing = |name: &&str| {
-                let kind = Kind::optimizer(*name);
-                manifest.tensor(&kind, &param.name).is_none()
-            };
-            Some((&param.name, kept(param).into_iter().find(is_missing)?))
-        });
-        return match missing {
+    // The run that was saved may have trained what this one freezes.
+    let of_all: BTreeSet<_> = plan.graph.params().iter().flat_map(&kept).collect();
+    let is_known = found.iter().all(|kind| of_all.contains(kind));
+    let has_more = names.iter().all(|name| found.contains(name)) && is_known;
+    if is_same && (found == names || has_more) {
+        return match missing_state(checkpoint, plan, &kept) {
             Some((param, name)) => lacks(format!("optimizer state `{name}` of `{param}`")),
             None => Ok(()),
         };
@@ -300,6 +295,22 @@ fn check_optimizer(
         },
         expected: described(rule, &names),
     }))
+}
+
+/// The first trained parameter without all that the optimizer keeps for it, and what is missing.
+fn missing_state<'a>(
+    checkpoint: &Checkpoint,
+    plan: &'a Plan,
+    kept: impl Fn(&Param) -> Vec<&'static str>,
+) -> Option<(&'a str, &'static str)> {
+    let manifest = checkpoint.manifest();
+    plan.trained_params().find_map(|param| {
+        let is_missing = |name: &&str| {
+            let kind = Kind::optimizer(*name);
+            manifest.tensor(&kind, &param.name).is_none()
+        };
+        Some((&*param.name, kept(param).into_iter().find(is_missing)?))
+    })
 }
 
 /// The names of what the optimizer keeps for a parameter.

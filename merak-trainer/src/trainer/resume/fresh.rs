@@ -7,6 +7,10 @@ use merak_trace::{Param, models};
 use std::{borrow::Cow, collections::BTreeSet};
 
 /// The parameters that start anew beside the weights of a checkpoint.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a fact of its own about the run or the checkpoint"
+)]
 pub(in crate::trainer) struct Fresh<'a> {
     manifest: &'a Manifest,
     is_release: bool,
@@ -15,6 +19,9 @@ pub(in crate::trainer) struct Fresh<'a> {
     /// Modules of the classifier that starts on a release of another task.
     classifier: &'static [&'static str],
     resizes: bool,
+    /// Whether what is not trained is so by a rate of 0, and not as an adapter's base or where
+    /// nothing is trained.
+    freezes: bool,
 }
 
 impl<'a> Fresh<'a> {
@@ -32,6 +39,7 @@ impl<'a> Fresh<'a> {
             has_adapter: (is_release || args.finetune) && lacks_adapter(manifest),
             classifier: family.map_or(&[], |family| family.classifier),
             resizes: args.model.ignore_mismatched_sizes,
+            freezes: plan.draft.lora.is_none() && !plan.is_frozen(),
         }
     }
 
@@ -73,9 +81,9 @@ impl<'a> Fresh<'a> {
         self.is_of_classifier(param) && !self.resizes
     }
 
-    /// Whether a parameter is one of a classifier that the run trains.
+    /// Whether a parameter is one of a classifier that the run trains or freezes.
     fn is_of_classifier(&self, param: &Param) -> bool {
-        param.trainable && self.in_classifier(param)
+        (param.trainable || self.freezes) && self.in_classifier(param)
     }
 
     /// Whether a parameter is one of the classifier of the model's family.

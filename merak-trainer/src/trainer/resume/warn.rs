@@ -9,7 +9,8 @@ use crate::{
     config::{CheckedArguments, TokenizerSource},
     plan::Plan,
 };
-use merak_ckpt::Checkpoint;
+use merak_ckpt::{Checkpoint, MAX_CONFIG_BYTES, format::CONFIG, read_text, words::brief};
+use merak_trace::{Graph, Node, Op, models, op::Class};
 use merak_zero::EMA;
 use serde_json::Value;
 use std::path::Path;
@@ -31,6 +32,7 @@ pub(in crate::trainer) fn warn_of_checkpoint(
             "the weights have no classifier of this size: it starts at random"
         );
     }
+    warn_of_model(plan, checkpoint);
     match saved {
         Some(saved) if !args.finetune => {
             warn_of_data(plan, parts, saved, checkpoint);
@@ -40,6 +42,63 @@ pub(in crate::trainer) fn warn_of_checkpoint(
         }
         _ => warn_of_tokenizer(args, parts, saved, checkpoint),
     }
+}
+
+/// Warns where weights of the same shapes are used otherwise than by the model that they were saved
+/// from, as with another number of heads.
+fn warn_of_model(plan: &Plan, checkpoint: &Checkpoint) {
+    let read = || {
+        let text = read_text(&checkpoint.path().join(CONFIG), MAX_CONFIG_BYTES).ok()?;
+        models::from_config(&serde_json::from_str(&text).ok()?).ok()
+    };
+    // A model of the program's own has no file that says what it computes.
+    let Some(saved) = read() else { return };
+    let own = plan.logits_of(&*plan.draft.model);
+    let (Ok(saved), Ok(own)) = (plan.logits_of(&*saved), own) else {
+        return;
+    };
+    if let Some((layer, saved, now)) = other_use(&saved, &own) {
+        tracing::warn!(
+            path = %checkpoint.path().display(),
+            layer,
+            saved,
+            now,
+            "the weights are not used as the model of the checkpoint uses them"
+        );
+    }
+}
+
+/// Fields of operations that change no value outside of training.
+const GRADIENT_FIELDS: [&str; 2] = ["dropout", "padding"];
+
+/// The first layer that computes otherwise in the second graph, and what it does in each. Dropout
+/// counts as no difference, nor do graphs of other lengths, as of other inputs.
+fn other_use(saved: &Graph, own: &Graph) -> Option<(String, String, String)> {
+    let counted = |graph: &'_ Graph| -> Vec<Node> {
+        let nodes = graph.nodes().iter();
+        let nodes = nodes.filter(|node| node.op.class() != Class::Dropout);
+        nodes.cloned().collect()
+    };
+    let (saved, own) = (counted(saved), counted(own));
+    let mut nodes = saved.iter().zip(&own).filter(|_| saved.len() == own.len());
+    nodes.find_map(|(saved, own)| {
+        let told = |op: &Op| match serde_json::to_value(op).unwrap_or_default() {
+            Value::Object(named) => named.into_iter().next().unwrap_or_default(),
+            name => (name.as_str().unwrap_or_default().to_owned(), Value::Null),
+        };
+        let ((name, fields), (own_name, own_fields)) = (told(&saved.op), told(&own.op));
+        if name != own_name {
+            return Some((own.scope.to_string(), name, own_name));
+        }
+        let fields = fields.as_object()?.iter();
+        let mut fields = fields.filter(|(field, value)| {
+            !GRADIENT_FIELDS.contains(&field.as_str()) && own_fields.get(field) != Some(*value)
+        });
+        let (field, value) = fields.next()?;
+        let shown = |value: &Value| brief(&format!("{name} with {field} {value}"));
+        let now = shown(own_fields.get(field).unwrap_or(&Value::Null));
+        Some((own.scope.to_string(), shown(value), now))
+    })
 }
 
 /// Warns where texts become other tokens than those that the weights have learned.

@@ -227,6 +227,11 @@ fn a_question_becomes_a_prompt_by_the_template_and_the_answer_alone_is_printed()
     assert!(refused.contains("the role system is unknown"), "{refused}");
     place.mistake(&format!("{ask} --chat --prompt-ids 1"));
     place.mistake(&format!("{ask} --system x --prompt 3?"));
+    let refused = place.mistake(&format!("{ask} --system x --prompt-ids 3"));
+    assert!(
+        refused.contains("'--system <TEXT>' cannot be used with '--prompt-ids"),
+        "{refused}"
+    );
 }
 
 #[test]
@@ -358,4 +363,20 @@ fn packing_parts_the_texts_of_a_stream_and_is_refused_elsewhere() {
         "model": { "type": "WordLevel", "vocab": { "text": 0, "[UNK]": 1 }, "unk_token": "[UNK]" } });
     place.write("endless.json", &endless.to_string());
     insta::assert_snapshot!(mistake("--data.tokenizer endless.json --data.chat_template none --seq_length 8"), @r#"error: "data.packing" parts documents by the token that ends one, which endless.json does not have: leave "data.packing" out, or add such a token to the tokenizer, such as <|endoftext|>"#);
+}
+
+#[test]
+fn answers_in_no_end_are_told() {
+    let told = |records: &str| {
+        let ended = place(records).merak("train merak.toml --max_steps 1");
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        ended
+            .stderr
+            .matches("no answer ends in a special token")
+            .count()
+    };
+    assert_eq!(told(&lines(talk)), 1);
+    // The token that ends a text follows a completion as it stands.
+    let plain = |i| json!({ "prompt": format!("{i}?"), "completion": "yes" });
+    assert_eq!(told(&lines(plain)), 0);
 }

@@ -131,7 +131,7 @@ fn what_is_no_file_where_the_run_writes_is_refused_at_the_start() {
     let metrics = place.path("run/metrics.jsonl");
     let records = std::fs::read_to_string(&metrics).expect("records");
     std::fs::write(&metrics, records + "{\"step\":9}\n").expect("a writable folder");
-    mkfifo("metrics.jsonl.new");
+    mkfifo(".merak-tmp-metrics.jsonl");
     said.push(refusal(
         &place,
         "train merak.toml --max_steps 2 --resume latest",

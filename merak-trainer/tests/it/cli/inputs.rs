@@ -155,3 +155,54 @@ fn wrong_mixtures_and_paths_are_refused_by_their_key() {
         ],
     );
 }
+
+#[test]
+fn commands_do_not_write_over_what_they_read() {
+    let place = place();
+    with_data(&place, "path = \"b.txt\"");
+    place.succeed("train merak.toml --max_steps 1");
+    std::os::unix::fs::symlink("b.txt", place.path("link")).expect("a link");
+    let files = || super::files(&place.path("."));
+    let before = files();
+    for (line, named_by) in [
+        ("predict merak.toml run -o b.txt", "\"data.path\""),
+        ("predict merak.toml run -o link", "\"data.path\""),
+        ("predict merak.toml run -o merak.toml", "CONFIG"),
+        (
+            "predict merak.toml run -o run/checkpoints/latest",
+            "CHECKPOINT",
+        ),
+        ("predict merak.toml run -o run/metrics.jsonl", "CHECKPOINT"),
+        ("plan merak.toml --html merak.toml", "CONFIG"),
+        ("plan merak.toml --html model.json", "\"model.config\""),
+    ] {
+        let told = place.mistake(line);
+        let advice = format!("which {named_by} names: name another file");
+        assert!(told.ends_with(&advice), "{line}: {told}");
+        assert!(files() == before, "{line}");
+    }
+    // Files of others are replaced, those of an earlier call among them.
+    for _ in 0..2 {
+        place.succeed("predict merak.toml run -o run/lines.jsonl");
+        place.succeed("plan merak.toml --html page.html");
+    }
+    let told = place.mistake("plan merak.toml --html none/page.html");
+    assert!(told.contains("which --html names"), "{told}");
+}
+
+#[test]
+fn an_output_folder_within_the_data_is_refused() {
+    let place = place();
+    for line in [
+        "train merak.toml --data.path held --output_dir held/a/run",
+        "train merak.toml --data.path held --output_dir held/a/run --dry-run",
+        "tokenize merak.toml --data.path held -o held/tokens",
+    ] {
+        let told = place.mistake(line);
+        assert!(
+            told.contains("its files would be read as data"),
+            "{line}: {told}"
+        );
+        assert_eq!(super::files(&place.path("held")).len(), 1, "{line}");
+    }
+}

@@ -335,7 +335,7 @@ fn a_page_that_cannot_be_written_leaves_the_last_one_whole() {
     let page = || fs::read_to_string(place.path("run/report.html")).expect("a page");
     let first = page();
     // Where the next page is written until it is whole.
-    place.write("run/report.html.new/other", "");
+    place.write("run/.merak-tmp-report.html/other", "");
     let ended = place.merak("train merak.toml --max_steps 3 --resume latest");
     assert_eq!(ended.status, Some(0), "{}", ended.stderr);
     let told = ended.stderr.matches("metrics cannot be written");

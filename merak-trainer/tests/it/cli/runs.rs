@@ -422,8 +422,12 @@ fn a_file_that_cannot_be_opened_is_named() {
         let line = format!("train merak.toml --max_steps 1 --output_dir {limit}");
         let few = under(&place, &format!("ulimit -n {limit}"), &line).output();
         let few = place.ended(&few.expect("a shell"));
-        let named = format!(" {limit}/checkpoints");
-        let is_named = few.stderr.contains(&named) && few.stderr.contains("Too many open files");
+        let named = [
+            format!(" {limit}/checkpoints"),
+            format!("cannot sync {limit}:"),
+        ];
+        let is_named = named.iter().any(|named| few.stderr.contains(named))
+            && few.stderr.contains("Too many open files");
         assert!(few.status == Some(0) || is_named, "{limit}: {}", few.stderr);
     }
 }
@@ -643,4 +647,42 @@ fn a_resumed_run_says_what_it_trained_itself() {
         said.contains("\ntrained   2 steps up to step 7 ("),
         "{said}"
     );
+}
+
+#[test]
+fn weights_that_another_model_uses_otherwise_bring_a_warning() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let model = fs::read_to_string(place.path("model.json")).expect("a model");
+    let mut other: Value = serde_json::from_str(&model).expect("it is JSON");
+    other["layer_norm_epsilon"] = 0.25.into();
+    place.write("other.json", &other.to_string());
+    let warned = |keys: &str| {
+        let ended = place.merak(&format!("evaluate merak.toml run {keys}"));
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        ended.stderr
+    };
+    let warning = "the weights are not used as the model of the checkpoint uses them";
+    assert!(!warned("--pp 2").contains(warning));
+    let told = warned("--model.config other.json");
+    assert!(
+        told.contains(warning) && told.contains("eps 0.25"),
+        "{told}"
+    );
+    let resumed =
+        place.merak("train merak.toml --resume auto --max_steps 2 --model.config other.json");
+    assert!(resumed.stderr.contains(warning), "{}", resumed.stderr);
+}
+
+#[test]
+fn text_for_weights_without_a_tokenizer_is_refused_until_one_is_named() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let opened = Checkpoint::open(place.path("run/checkpoints/step-00000001")).expect("it opens");
+    export_hf(&opened, place.path("hf"), &ExportOptions::default()).expect("it exports");
+    fs::remove_file(place.path("hf/tokenizer.json")).expect("it is there");
+    let line = "train merak.toml --output_dir tuned --max_steps 1 --model.hf_dir hf";
+    let told = place.mistake(line);
+    assert!(told.contains("cannot read hf/tokenizer.json"), "{told}");
+    place.succeed(&format!("{line} --data.tokenizer bytes"));
 }

@@ -116,6 +116,16 @@ fn tasks_of_slurm_train_as_ranks() {
 }
 
 #[test]
+fn keys_behind_a_script_win_over_its_own() {
+    let place = workplace();
+    let mut command = script(&place, "slurm.sh", "merak.toml --resume latest");
+    command.env("SLURM_NTASKS", "1");
+    let ended = launch::end(&place, command);
+    assert_eq!(ended.status, Some(2), "{}", ended.stderr);
+    assert!(ended.stderr.contains("no checkpoint"), "{}", ended.stderr);
+}
+
+#[test]
 fn a_job_whose_time_is_up_saves_and_queues_again() {
     let place = workplace();
     for (name, tasks) in [("slurm.sh", 2), ("slurm-threads.sh", 1)] {

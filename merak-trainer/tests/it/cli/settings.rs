@@ -153,6 +153,89 @@ fn generation_follows_the_models_folder_or_says_what_it_leaves_out() {
 }
 
 #[test]
+fn what_the_models_folder_says_of_lengths_and_draws_is_applied_or_told() {
+    let place = with_folder(None);
+    let lengths =
+        |draws: bool| json!({ "max_new_tokens": 3, "max_length": 20, "do_sample": draws });
+    let greedy = "--temperature greedy --max-new-tokens 6";
+    for (stated, options, told) in [
+        (lengths(false), greedy, ""),
+        (lengths(true), greedy, ""),
+        (lengths(false), "", r#"["max_new_tokens", "do_sample"]"#),
+        (lengths(true), "", r#"["max_new_tokens"]"#),
+        (json!({ "max_length": 20 }), "", r#"["max_length"]"#),
+        (
+            json!({ "max_new_tokens": 1024, "max_length": null }),
+            "",
+            "",
+        ),
+        (
+            json!({ "do_sample": true }),
+            "--num-beams 2",
+            r#"["do_sample"]"#,
+        ),
+        (json!({ "top_k": "x" }), greedy, r#"["top_k"]"#),
+    ] {
+        place.write("hf/generation_config.json", &stated.to_string());
+        let ended = place.merak(&format!("generate hf --prompt-ids 101 {options}"));
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        let (_, list) = ended
+            .stderr
+            .split_once("not applied fields=")
+            .unwrap_or_default();
+        assert_eq!(list.trim_end(), told, "{stated} {options}");
+    }
+}
+
+#[test]
+fn a_wrong_value_in_the_models_folder_is_refused_with_file_and_field() {
+    let place = with_folder(None);
+    let line = "generate hf --prompt-ids 101 --temperature greedy --max-new-tokens 6";
+    let mut said = Vec::new();
+    for stated in [
+        json!({ "repetition_penalty": -3 }),
+        json!({ "repetition_penalty": "x" }),
+        json!({ "min_new_tokens": "3" }),
+        json!({ "min_new_tokens": 3.5 }),
+        json!({ "min_new_tokens": -5 }),
+        json!({ "suppress_tokens": "x" }),
+        json!({ "suppress_tokens": [5, 2.5] }),
+        json!({ "eos_token_id": -1 }),
+        json!({ "eos_token_id": [5, -1] }),
+        json!([]),
+    ] {
+        place.write("hf/generation_config.json", &stated.to_string());
+        let refused = place.mistake(line);
+        let start = "error: cannot parse the model configuration hf/generation_config.json: ";
+        let rest = refused.strip_prefix(start).expect("it names the file");
+        let end = " (\"model.config\", command line CHECKPOINT)";
+        said.push(
+            rest.trim_end()
+                .strip_suffix(end)
+                .expect("and the key")
+                .to_owned(),
+        );
+    }
+    insta::assert_snapshot!(said.join("\n"), @r#"
+    `repetition_penalty` is -3, expected a number above 0
+    `repetition_penalty` is "x", expected a number above 0
+    `min_new_tokens` is "3", expected a whole number of at least 0
+    `min_new_tokens` is 3.5, expected a whole number of at least 0
+    `min_new_tokens` is -5, expected a whole number of at least 0
+    `suppress_tokens` is "x", expected a list of tokens' numbers
+    `suppress_tokens` is [5,2.5], expected a list of tokens' numbers
+    `eos_token_id` is -1, expected a token's number or a list of them
+    `eos_token_id` is [5,-1], expected a token's number or a list of them
+    it is [], expected an object of fields
+    "#);
+    // What the user says counts.
+    let stated = json!({ "repetition_penalty": -3, "min_new_tokens": -5, "eos_token_id": -1 });
+    place.write("hf/generation_config.json", &stated.to_string());
+    let own = "--repetition-penalty 2 --min-new-tokens 1 --eos-token-id 3";
+    place.succeed(&format!("{line} {own}"));
+}
+
+#[test]
 fn another_seed_at_a_resume_is_told() {
     let place = Workplace::new();
     place.succeed("train merak.toml --max_steps 1");

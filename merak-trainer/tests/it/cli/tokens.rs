@@ -147,7 +147,7 @@ fn wrong_token_files_and_places_for_them_are_refused() {
     assert_snapshot!(train("--data.path text/a.txt"), @r#"error: cannot use the tokens of text/a.txt: it is no token file: it begins with "every ra", not "MERAKTOK" ("data.path", command line --data.path)"#);
     assert_snapshot!(train("--data.path text.tokens --data.skip_binary"), @r#"error: "data.skip_binary" is true (command line --data.skip_binary), but must be false under "data.format" tokens, whose files are no text"#);
     assert_snapshot!(place.mistake("train merak.toml --data.path text.tokens/data.tokens"), @r#"error: cannot read text.tokens/data.tokens as text: it is a token file (offset 0): set "data.format" to "tokens", or set "data.skip_binary" to true to pass over such files ("data.path", command line --data.path)"#);
-    assert_snapshot!(tokenize("-o text"), @"error: text is no folder of tokens, and is not overwritten: it has a.txt; name a new folder");
+    assert_snapshot!(tokenize("-o text"), @r#"error: text, which -o names, lies in text, which "data.path" names, and its files would be read as data: name a folder elsewhere"#);
     assert_snapshot!(tokenize("-o merak.toml"), @"error: merak.toml is no folder of tokens, and is not overwritten: it is no folder; name a new folder");
     assert_snapshot!(tokenize("-o /"), @"error: / is no folder of tokens, and is not overwritten: it has no name of its own; name a new folder");
     assert_snapshot!(tokenize("-o new --data.path [\"text\",\"none\"]"), @r#"error: cannot read none, which "data.path" names (command line --data.path): No such file or directory (os error 2)"#);

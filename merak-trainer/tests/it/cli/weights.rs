@@ -340,6 +340,58 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     assert_base_is_kept(&place, &config);
 }
 
+#[test]
+fn an_adapter_that_trained_more_than_factors_is_not_taken_out_of_its_checkpoint() {
+    let place = with_folder(None);
+    write_adapter(&place);
+    let line = "--prompt every --temperature 0 --max-new-tokens 9 --json";
+    let lora = json!({ "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"] });
+    let cases = [
+        (
+            json!({ "modules_to_save": ["ln_f"] }),
+            "`transformer.ln_f.bias`, `transformer.ln_f.weight` (`modules_to_save`",
+        ),
+        (
+            json!({ "bias": "all" }),
+            "`transformer.h.0.attn.c_attn.bias`, `transformer.h.0.attn.c_proj.bias`, `transformer.h.0.ln_1.bias` and 22 more (`modules_to_save`",
+        ),
+        (
+            json!({ "bias": "lora_only" }),
+            "`transformer.h.0.attn.c_attn.bias`, `transformer.h.1.attn.c_attn.bias`, `transformer.h.2.attn.c_attn.bias` and 1 more (`modules_to_save`",
+        ),
+    ];
+    for (more, named) in cases {
+        let mut lora = lora.clone();
+        let fields = lora.as_object_mut().expect("an object");
+        fields.extend(more.as_object().expect("an object").clone());
+        place.write("lora.json", &lora.to_string());
+        place.succeed(
+            "train hf.toml --lora_config lora.json --learning_rate 0.1 --overwrite_output_dir",
+        );
+        for adapter in ["none", "adapter"] {
+            let refused = place.mistake(&format!("generate tuned --adapter {adapter} {line}"));
+            for told in [named, "the run started from, ", "hf"] {
+                assert!(refused.contains(told), "{refused}");
+            }
+        }
+        let [run, adapter, merged] = ["tuned", "adapter", "merged"].map(|name| place.path(name));
+        let options = ExportOptions::default();
+        let refused = merge_lora(&run, adapter, &merged, &options).expect_err("a chimera");
+        assert!(
+            refused.is_user_error() && refused.to_string().contains(named),
+            "{refused}"
+        );
+        assert!(!merged.exists());
+        // The run's own adapter has all that the run trained.
+        let own = place.document(&format!("generate tuned {line}"));
+        let with_own = format!("generate tuned --adapter tuned/adapter {line}");
+        assert_eq!(place.document(&with_own), own);
+        merge_lora(&run, run.join("adapter"), &merged, &options).expect("it merges");
+        assert_eq!(place.document(&format!("generate merged {line}")), own);
+        fs::remove_dir_all(merged).expect("a removable folder");
+    }
+}
+
 /// The adapter of a checkpoint is that of the run's folder. Returns its description.
 fn assert_extracted(place: &Workplace, saved: &Checkpoint) -> Value {
     // An unrelated hidden folder is kept, and the folder that a crash has left aside comes back.

@@ -747,5 +747,5 @@ fn a_run_in_which_everything_is_frozen_is_refused() {
     let case = Case::gpt2().with_lora(folder.path(), &json!({ "inference_mode": true }));
     let outcome = case.on((1, 1, 2)).try_on_ranks(MerakTrainer::train);
     let error = outcome.expect_err("nothing to train");
-    insta::assert_snapshot!(merak_trainer::chain(&error), @r#"every parameter is frozen: `inference_mode` in "lora_config" is for adapters that are not trained"#);
+    insta::assert_snapshot!(merak_trainer::chain(&error), @r#"every parameter is frozen, and nothing is left to train: a factor of 0 in "lr_scales" freezes, as does `inference_mode` in "lora_config""#);
 }

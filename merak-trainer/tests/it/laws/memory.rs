@@ -77,6 +77,35 @@ pub(crate) fn takes_what_its_stage_says(case: &Case, types: &[(&str, [[usize; 2]
 }
 
 #[test]
+fn the_plan_foretells_the_rank_that_owns_most_where_a_rule_needs_whole_parameters() {
+    for optim in ["adafactor", "muon"] {
+        for (replicas, stage, bf16) in [
+            (1, 0, false),
+            (2, 0, true),
+            (4, 1, true),
+            (4, 2, false),
+            (4, 3, false),
+            (4, 3, true),
+        ] {
+            let case = case().on((replicas, 1, 1)).with_microbatches(4);
+            let case = case.with("zero_stage", stage).with("optim", optim);
+            let case = case.with("bf16", bf16);
+            let held = case.on_ranks(|trainer| {
+                trainer.train_step()?;
+                Ok(trainer.memory())
+            });
+            let needs = case.plan().memory(&case.arguments(), &[]);
+            let need = needs.expect("a legal plan")[0];
+            let most = |of: fn(&MemoryNeed) -> usize| held.iter().map(of).max();
+            let what = format!("{optim}, stage {stage} of {replicas}, bf16 {bf16}");
+            assert_eq!(most(|held| held.optimizer), Some(need.optimizer), "{what}");
+            assert_eq!(most(|held| held.gradients), Some(need.gradients), "{what}");
+            assert_eq!(most(|held| held.weights), Some(need.weights), "{what}");
+        }
+    }
+}
+
+#[test]
 fn a_trainer_that_continues_prompts_holds_neither_gradients_nor_optimizer_state() {
     let case = case().with("text_generation", true).on((2, 1, 1));
     for held in case.on_ranks(|trainer| Ok(trainer.memory())) {

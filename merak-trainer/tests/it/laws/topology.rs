@@ -231,6 +231,30 @@ fn clipping_uses_the_norm_of_the_whole_model() {
 }
 
 #[test]
+fn what_tensor_ranks_hold_whole_keeps_the_same_bits_on_all_of_them() {
+    for case in [Case::gpt2().with_dropout(0.1), Case::llama()] {
+        let ranks = case.on((1, 2, 1)).on_ranks(|trainer| {
+            (0..5).try_for_each(|_| trainer.train_step().map(drop))?;
+            trainer.parameters()
+        });
+        let is_whole = |name: &str| {
+            ["norm", "ln_", "wpe", "c_proj.bias"]
+                .iter()
+                .any(|part| name.contains(part))
+        };
+        let [first, second] = [0, 1].map(|rank: usize| -> Vec<_> {
+            let params = ranks[rank].iter().filter(|(name, _)| is_whole(name));
+            params
+                .map(|(name, values)| {
+                    (name, values.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+                })
+                .collect()
+        });
+        assert!(first.len() > 8 && first == second);
+    }
+}
+
+#[test]
 fn division_before_the_reduction_changes_rounding_only() {
     let case = Case::gpt2().on((2, 1, 2));
     let after = case.run(4);

@@ -98,6 +98,11 @@ fn groups_of_parameters_step_by_their_own_rates_and_decays_on_any_ranks() {
     let (start, alone) = (case.run(0), case.run(1));
     for (name, values) in &alone.weights {
         let (rate, decay) = of_group(name);
+        if rate == 0.0 {
+            assert_eq!(values, &start.weights[name]);
+            assert!(!start.gradients.contains_key(name), "{name}");
+            continue;
+        }
         let before = start.weights[name].iter().zip(&start.gradients[name]);
         for (&now, (&then, &grad)) in values.iter().zip(before) {
             let then = f64::from(then);
@@ -120,6 +125,55 @@ fn groups_of_parameters_step_by_their_own_rates_and_decays_on_any_ranks() {
     let divided = case.clone().on((2, 2, 2)).with("zero_stage", 3).run(1);
     // A step is the difference of rounded weights.
     assert_close_tensors(&steps(divided), &steps(alone), 1e-3, "divided");
+}
+
+#[test]
+fn frozen_parameters_have_no_gradient_and_no_state_and_change_no_bit_of_the_others() {
+    // All of the first stage of two, and a norm of the second.
+    let frozen = ["wte", "wpe", "h.0.", "h.1.", "h.2.ln_1"];
+    let scales = |scale: &str| {
+        let scales = frozen.map(|part| format!("\"{part}\": {scale}"));
+        format!("{{{}}}", scales.join(", "))
+    };
+    let case = Case::gpt2().with_tied(false).with("max_grad_norm", 0);
+    let rests = |name: &str| frozen.iter().any(|part| name.contains(part));
+    for (degrees, stage) in [
+        ((1, 1, 1), 0),
+        ((2, 1, 1), 1),
+        ((2, 1, 1), 2),
+        ((2, 1, 1), 3),
+        ((1, 2, 1), 0),
+        ((1, 1, 2), 0),
+        ((2, 2, 2), 3),
+    ] {
+        let case = case.clone().on(degrees).with("zero_stage", stage);
+        let [all, some] = ["1e-30", "0"].map(|scale| {
+            let case = case.clone().with("lr_scales", scales(scale));
+            case.run(3)
+        });
+        let start = case.run(0).weights;
+        for (name, values) in &some.weights {
+            // A bias of 0 moves even at the least rate.
+            let expected = if rests(name) { &start } else { &all.weights };
+            assert_eq!(
+                values, &expected[name],
+                "{name}: {degrees:?} in stage {stage}"
+            );
+        }
+        let losses = |run: &Run| run.reports.iter().map(|r| r.loss).collect::<Vec<_>>();
+        assert_eq!(losses(&some), losses(&all), "{degrees:?} in stage {stage}");
+        assert!(some.reports[0].grad_norm < all.reports[0].grad_norm);
+        assert!(!some.gradients.keys().any(|name| rests(name)));
+    }
+    let case = case.with("lr_scales", scales("0"));
+    let memory = case.on_ranks(|trainer| Ok((trainer.memory(), trainer.parameters()?)));
+    let (memory, params) = &memory[0];
+    let trained = params.iter().filter(|(name, _)| !rests(name));
+    let elements: usize = trained.map(|(_, values)| values.len()).sum();
+    assert_eq!(
+        (memory.gradients, memory.optimizer),
+        (4 * elements, 8 * elements)
+    );
 }
 
 #[test]
