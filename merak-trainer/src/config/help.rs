@@ -11,7 +11,7 @@ use std::fmt::Write as _;
 /// let text = merak_trainer::key_help(Some(80));
 /// let entry = "learning_rate = 0.00005\n    Learning rate after warmup.\n";
 /// let (_, rest) = text.split_once(entry).expect("an entry");
-/// assert!(rest.starts_with("    Expects a number of at least 0.\n"));
+/// assert!(rest.starts_with("    Expects a number from 0 to 1e37.\n"));
 /// assert!(text.lines().all(|line| line.chars().count() <= 80));
 /// ```
 pub fn key_help(columns: Option<usize>) -> String {
