@@ -251,7 +251,7 @@ fn dropout(spec: &DropoutSpec, [x]: [&TensorType; 1]) -> Types {
         let fits = |dim: usize| dim == slice.dim || dim + 1 == slice.dim;
         ensure(spec.nested.is_none_or(|nested| fits(nested.dim)), || {
             format!(
-                "a slice along dimension {} is cut again there or along the one before it",
+                "a slice along dimension {} is cut once more there or along the one before it alone",
                 slice.dim
             )
         })?;
@@ -781,7 +781,7 @@ mod tests {
         ];
         insta::assert_snapshot!(reasons(&cases), @"
         dropout: f32[2, 4] has no dimension 2
-        dropout: a slice along dimension 1 is cut again there or along the one before it
+        dropout: a slice along dimension 1 is cut once more there or along the one before it alone
         reshape: f32[2, 4] has not as many elements as [18446744073709551615, 18446744073709551615]
         split: pieces [18446744073709551615, 9] do not make up dimension 1 of f32[2, 4]
         all_gather: no dimension has parts of [18446744073709551615, 9]

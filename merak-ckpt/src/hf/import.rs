@@ -53,10 +53,9 @@ impl Default for ImportOptions {
 /// the checkpoint's folder.
 ///
 /// `destination` and the topology are those of [`reshard`](crate::reshard), but there must be no
-/// checkpoint yet; tensor parallelism cuts
-/// by the rules of the configuration's `model_type` where it is one of those that merak-trace knows
-/// by names of Hugging Face. The state of the run is `null`, the model's description
-/// `{"model_type": …, "source": "hugging_face"}`.
+/// checkpoint yet; tensor parallelism cuts by the rules of the configuration's `model_type` where
+/// it is one of those that merak-trace knows by names of Hugging Face. The state of the run is
+/// `null`, the model's description `{"model_type": …, "source": "hugging_face"}`.
 ///
 /// # Errors
 /// [`Error::Foreign`](crate::Error::Foreign) where the family is known and the weights lack a
