@@ -123,7 +123,7 @@ pub use backend::{
     RunContext, SharedBackend,
 };
 pub use error::{Error, KernelError, Result};
-pub use graph::{Graph, Node, NodeId, ParamId, Port, Source, ValueId, ValueInfo};
+pub use graph::{Graph, Node, NodeId, Overlap, ParamId, Port, Source, ValueId, ValueInfo};
 pub use interpreter::{
     AxisGroups, Batch, Continuation, Forwarded, Frame, Interpreter, KvCache, NextPositions, Params,
     SingleRank, Tail,
@@ -137,7 +137,7 @@ pub use op::Op;
 pub use param::{Beside, Init, Param, ParamRole};
 pub use placement::{LocalBox, Placement, Placements, Shard};
 pub use program::{
-    GradPort, Hop, LiveBytes, Overlap, RecomputePlan, StageCuts, StageProgram, Step, TiedParam,
+    GradPort, Hop, LiveBytes, RecomputePlan, StageCuts, StageProgram, Step, TiedParam,
 };
 pub use runs::Runs;
 pub use types::TensorType;

@@ -6,13 +6,15 @@ mod live;
 mod overlap;
 mod recompute;
 
-use crate::{Graph, NodeId, Param, ParamId, Port, Result, TensorType, ValueId, autodiff::Phase};
+use crate::{
+    Graph, NodeId, Overlap, Param, ParamId, Port, Result, TensorType, ValueId, autodiff::Phase,
+};
 use std::{collections::BTreeSet, ops::Range};
 
 pub use cut::{StageCuts, TiedParam};
 pub use live::LiveBytes;
+pub use overlap::Step;
 pub(crate) use overlap::{HalfNode, Halves};
-pub use overlap::{Overlap, Step};
 
 /// A value that passes from one stage to the next.
 #[derive(Debug, Clone, PartialEq)]

@@ -6,7 +6,7 @@
 //! through memory when nothing is cached: operands read and results written, and nothing for views.
 
 use super::{Activation, Attention, Class, Op, ResultMemory};
-use crate::{Graph, Node, ValueId};
+use crate::TensorType;
 use serde::Serialize;
 use std::{iter::Sum, ops::Add};
 
@@ -37,53 +37,43 @@ impl Sum for Cost {
 }
 
 impl Cost {
-    /// The cost of one node; counts saturate at 64 bits.
-    ///
-    /// ```
-    /// use merak_trace::{models::{self, TraceOptions}, op::Cost};
-    ///
-    /// let config = serde_json::json!({ "model_type": "gpt2", "n_layer": 1 });
-    /// let model = models::from_config(&config)?;
-    /// let graph = model.trace(&TraceOptions::training(2, 64))?;
-    /// let head = graph.nodes().iter().find(|node| &*node.scope == "lm_head").ok_or("a head")?;
-    /// assert_eq!(Cost::of(&graph, head).flops, 2 * (2 * 64) * 768 * 50_257);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn of(graph: &Graph, node: &Node) -> Self {
-        let shapes = Shapes { graph, node };
+    /// The cost of an operation by the types of its operands and results; counts saturate at 64
+    /// bits.
+    pub(crate) fn of_op(op: &Op, operands: &[&TensorType], results: &[&TensorType]) -> Self {
+        let sizes = Sizes { operands, results };
         let saturated = |count: u128| u64::try_from(count).unwrap_or(u64::MAX);
         Self {
-            flops: saturated(shapes.flops()),
-            bytes: saturated(shapes.bytes()),
+            flops: saturated(sizes.flops(op)),
+            bytes: saturated(sizes.bytes(op)),
         }
     }
 }
 
 /// Counts in 128 bits, so that products of the sizes of two tensors fit.
-struct Shapes<'a> {
-    graph: &'a Graph,
-    node: &'a Node,
+struct Sizes<'a> {
+    operands: &'a [&'a TensorType],
+    results: &'a [&'a TensorType],
 }
 
-impl Shapes<'_> {
+impl Sizes<'_> {
     /// Elements of an operand.
     fn x(&self, operand: usize) -> u128 {
-        self.graph.ty(self.node.inputs[operand]).numel() as u128
+        self.operands[operand].numel() as u128
     }
 
     /// Elements of the first result.
     fn y(&self) -> u128 {
-        self.graph.ty(self.node.outputs[0]).numel() as u128
+        self.results[0].numel() as u128
     }
 
     /// The last dimension of an operand.
     fn columns(&self, operand: usize) -> u128 {
-        self.graph.ty(self.node.inputs[operand]).last_dim() as u128
+        self.operands[operand].last_dim() as u128
     }
 
     #[expect(clippy::too_many_lines, reason = "an entry per operation")]
-    fn flops(&self) -> u128 {
-        match &self.node.op {
+    fn flops(&self, op: &Op) -> u128 {
+        match op {
             Op::Positions { .. }
             | Op::SeenPositions { .. }
             | Op::DocumentPositions { .. }
@@ -110,7 +100,7 @@ impl Shapes<'_> {
             Op::LinearGradInput { .. } => 2 * self.y() * self.columns(0),
             Op::LinearGradWeight { .. } => 2 * self.x(0) * self.columns(1),
             Op::MatMul { transpose_a, .. } => {
-                let a = &self.graph.ty(self.node.inputs[0]).shape;
+                let a = &self.operands[0].shape;
                 2 * self.y() * a[a.len() - if *transpose_a { 2 } else { 1 }] as u128
             }
             Op::EmbeddingGrad { .. } => self.x(1),
@@ -151,9 +141,7 @@ impl Shapes<'_> {
 
     /// Number of scores in all heads; the queries are operand `q`, the keys the next.
     fn scores(&self, spec: &Attention, q: usize) -> u128 {
-        let size = |operand: usize, dim: usize| {
-            self.graph.ty(self.node.inputs[operand]).shape[dim] as u128
-        };
+        let size = |operand: usize, dim: usize| self.operands[operand].shape[dim] as u128;
         let (batch, own) = (size(q, 0), size(q, 1));
         let keys = match spec.ring() {
             Some(slice) => slice.full as u128,
@@ -185,22 +173,20 @@ impl Shapes<'_> {
         (batch * spec.heads as u128).saturating_mul(seen)
     }
 
-    fn bytes(&self) -> u128 {
-        let size = |values: &[ValueId]| {
-            values
-                .iter()
-                .map(|&value| self.graph.ty(value).size_bytes() as u128)
-                .sum::<u128>()
-        };
-        let (inputs, written) = (&self.node.inputs, size(&self.node.outputs));
-        if self.node.op.result_memory() == ResultMemory::View {
+    fn bytes(&self, op: &Op) -> u128 {
+        if op.result_memory() == ResultMemory::View {
             return 0;
         }
-        let read = match self.node.op.class() {
+        let size = |types: &[&TensorType]| {
+            let sizes = types.iter().map(|ty| ty.size_bytes() as u128);
+            sizes.sum::<u128>()
+        };
+        let (operands, written) = (self.operands, size(self.results));
+        let read = match op.class() {
             // Only the rows that are looked up.
-            Class::Lookup => size(&inputs[..1]) + written,
+            Class::Lookup => size(&operands[..1]) + written,
             // The logits are not read: their sums are operands.
-            Class::Loss(Some(_)) => size(&inputs[1..]),
+            Class::Loss(Some(_)) => size(&operands[1..]),
             Class::Source
             | Class::Linear(_)
             | Class::LayerNorm
@@ -219,7 +205,7 @@ impl Shapes<'_> {
             | Class::Function
             | Class::Constant
             | Class::Gradient
-            | Class::Region(_) => size(inputs),
+            | Class::Region(_) => size(operands),
         };
         read + written
     }
@@ -236,22 +222,18 @@ fn per_element(kind: Activation) -> u128 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DType, TensorType};
+    use crate::DType;
 
     /// The flops of attention over `[1, queries, 4]` and `[1, keys, 4]`, two heads of size 2.
     fn attention(queries: usize, keys: usize, causal: bool, window: Option<usize>) -> u64 {
-        let mut graph = Graph::new();
-        let mut input = |name, len| graph.add_input(name, TensorType::new([1, len, 4], DType::F32));
-        let operands = vec![input("q", queries), input("k", keys), input("v", keys)];
+        let ty = |len| TensorType::new([1, len, 4], DType::F32);
+        let (q, k) = (ty(queries), ty(keys));
         let spec = Attention {
             causal,
             window,
             ..Attention::of_heads(2, 2)
         };
-        graph
-            .add_node(&"".into(), Op::Attention(spec), operands)
-            .unwrap();
-        Cost::of(&graph, &graph.nodes()[0]).flops
+        Cost::of_op(&Op::Attention(spec), &[&q, &k, &k], &[&q]).flops
     }
 
     #[test]
@@ -278,27 +260,16 @@ mod tests {
 
     #[test]
     fn views_move_nothing_and_a_lookup_reads_only_its_rows() {
-        let mut graph = Graph::new();
-        let ids = graph.add_input("ids", TensorType::new([3], DType::I64));
-        let table = graph.add_input("table", TensorType::new([1000, 4], DType::F32));
-        let rows = graph
-            .add_node(
-                &"".into(),
-                Op::Embedding {
-                    padding: None,
-                    slice: None,
-                },
-                vec![ids, table],
-            )
-            .unwrap()[0];
-        graph
-            .add_node(&"".into(), Op::Reshape { shape: vec![12] }, vec![rows])
-            .unwrap();
-        let bytes: Vec<_> = graph
-            .nodes()
-            .iter()
-            .map(|node| Cost::of(&graph, node).bytes)
-            .collect();
-        assert_eq!(bytes, [3 * 8 + 2 * 3 * 4 * 4, 0]);
+        let ids = TensorType::new([3], DType::I64);
+        let [table, rows, flat] =
+            [vec![1000, 4], vec![3, 4], vec![12]].map(|shape| TensorType::new(shape, DType::F32));
+        let lookup = Op::Embedding {
+            padding: None,
+            slice: None,
+        };
+        let lookup = Cost::of_op(&lookup, &[&ids, &table], &[&rows]);
+        assert_eq!(lookup.bytes, 3 * 8 + 2 * 3 * 4 * 4);
+        let view = Cost::of_op(&Op::Reshape { shape: vec![12] }, &[&rows], &[&flat]);
+        assert_eq!(view.bytes, 0);
     }
 }

@@ -1,7 +1,7 @@
 //! What operations move between ranks.
 
 use super::{Op, Ring};
-use crate::{Graph, Node, TensorType};
+use crate::TensorType;
 
 /// What a node exchanges between the ranks of its axis, or its gradient where the node itself is no
 /// collective.
@@ -19,16 +19,20 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// The exchange of a node that is a border between whole and sharded work, or whose keys and
-    /// values go round.
-    pub fn of(graph: &Graph, node: &Node) -> Option<Self> {
-        if let Some(ring) = node.op.ring() {
-            return Some(Self::ring(graph, node, &ring));
+    /// The exchange of an operation that is a border between whole and sharded work, or whose keys
+    /// and values go round, by the types of its operands and results.
+    pub(crate) fn of_op(
+        op: &Op,
+        operands: &[&TensorType],
+        results: &[&TensorType],
+    ) -> Option<Self> {
+        if let Some(ring) = op.ring() {
+            return Some(Self::ring(&ring, operands));
         }
-        node.op.region()?;
-        let [operand, result] = [node.inputs[0], node.outputs[0]].map(|value| graph.ty(value));
+        op.region()?;
+        let [operand, result] = [operands[0], results[0]];
         let rank_bytes = operand.size_bytes().max(result.size_bytes());
-        let whole_bytes = match &node.op {
+        let whole_bytes = match op {
             Op::AllToAll { from, .. } => {
                 let whole = from.parts.iter().sum();
                 operand.with_dim(from.dim, whole).size_bytes()
@@ -36,7 +40,7 @@ impl Exchange {
             _ => rank_bytes,
         };
         Some(Self {
-            name: node.op.name(),
+            name: op.name(),
             count: 1,
             whole_bytes,
             rank_bytes,
@@ -44,19 +48,15 @@ impl Exchange {
     }
 
     /// The keys and values of an attention that go round, and in its gradient theirs too.
-    fn ring(graph: &Graph, node: &Node, ring: &Ring<'_>) -> Self {
+    fn ring(ring: &Ring<'_>, operands: &[&TensorType]) -> Self {
         let (slice, pairs) = (ring.slice, ring.direction.pairs());
-        let pair = || {
-            node.inputs[ring.keys.clone()]
-                .iter()
-                .map(|&value| graph.ty(value))
-        };
-        let whole = |ty: &TensorType| ty.with_dim(slice.dim, slice.full).size_bytes();
+        let pair = || operands[ring.keys.clone()].iter();
+        let whole = |ty: &&TensorType| ty.with_dim(slice.dim, slice.full).size_bytes();
         Self {
             name: "ring",
             count: 2 * pairs,
             whole_bytes: pairs * pair().map(whole).sum::<usize>(),
-            rank_bytes: pair().map(TensorType::size_bytes).sum(),
+            rank_bytes: pair().map(|ty| ty.size_bytes()).sum(),
         }
     }
 }

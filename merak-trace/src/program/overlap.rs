@@ -12,30 +12,12 @@
 
 use super::StageProgram;
 use crate::{
-    Graph, Node, NodeId, Op, TensorType, ValueId,
+    Graph, Node, NodeId, Op, Overlap, TensorType, ValueId,
     autodiff::Phase,
     infer::infer,
     op::{Class, Collective},
 };
-use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// The work that runs while collectives pass.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Hash, Serialize, Deserialize,
-)]
-#[serde(rename_all = "snake_case")]
-pub enum Overlap {
-    /// Nothing: each collective is waited for.
-    #[default]
-    None,
-    /// The other half of the product whose parts are summed, and gradients of weights.
-    Linear,
-    /// The other half of the microbatch, within a layer of the model.
-    Block,
-    /// The other half of the microbatch, over the borders of layers too.
-    Blocks,
-}
 
 /// A part of a pass over some nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
