@@ -8,7 +8,7 @@
 
 mod rules;
 
-use crate::{Graph, NodeId, Op, ParamId, Result, Source, ValueId};
+use crate::{Graph, NodeId, Op, ParamId, Result, Source, TensorType, ValueId};
 use std::sync::Arc;
 
 /// Which part of a training step a node belongs to.
@@ -218,14 +218,12 @@ impl Tape<'_> {
             return Ok(grad);
         }
         let ty = self.graph.ty(value).clone();
-        Ok(self.emit(
-            &"".into(),
-            Op::Zeros {
-                shape: ty.shape,
-                dtype: ty.dtype,
-            },
-            vec![],
-        )?[0])
+        self.zeros(&"".into(), ty)
+    }
+
+    fn zeros(&mut self, scope: &Arc<str>, ty: TensorType) -> Result<ValueId> {
+        let (shape, dtype) = (ty.shape, ty.dtype);
+        Ok(self.emit(scope, Op::Zeros { shape, dtype }, vec![])?[0])
     }
 
     /// Appends a node of the input half.

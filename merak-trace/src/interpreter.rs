@@ -107,12 +107,6 @@ impl Interpreter {
         groups: Arc<dyn AxisGroups>,
     ) -> Self {
         let use_counts = program.use_counts().into();
-        let grad_slots = program
-            .grads
-            .iter()
-            .enumerate()
-            .map(|(slot, grad)| (grad.value, slot))
-            .collect();
         let (graph, nodes) = (&program.graph, program.graph.nodes().iter());
         let types = nodes.map(|node| {
             let outputs = node.outputs.iter();
@@ -120,15 +114,16 @@ impl Interpreter {
         });
         let result_types = types.collect();
         let halves = program.halves().map(Arc::new);
-        Self {
+        let interpreter = Self {
             program,
             backend,
             groups,
             use_counts,
             result_types,
-            grad_slots: Arc::new(grad_slots),
+            grad_slots: Arc::default(),
             halves,
-        }
+        };
+        interpreter.with_first_slot(0)
     }
 
     /// Accumulates gradients from slot `first` of a store on, where several programs share one.

@@ -215,9 +215,7 @@ impl Rule<'_, '_> {
     /// The gradient of a sum over leading dimensions.
     fn repeat(&mut self, dy: ValueId) -> Result<Contributions> {
         let ty = self.tape.graph.ty(self.node.inputs[0]).clone();
-        let (shape, dtype) = (ty.shape, ty.dtype);
-        let zeros = Op::Zeros { shape, dtype };
-        let zeros = self.tape.emit(&self.node.scope, zeros, vec![])?[0];
+        let zeros = self.tape.zeros(&self.node.scope, ty)?;
         self.one(0, Op::Add, &[zeros, dy])
     }
 
@@ -294,17 +292,10 @@ impl Rule<'_, '_> {
         let ty = self.tape.graph.ty(self.node.inputs[0]).clone();
         let mut pieces = Vec::with_capacity(sizes.len());
         for (&size, dout) in sizes.iter().zip(douts) {
-            let piece = if let Some(grad) = dout {
-                *grad
-            } else {
-                let shape = ty.with_dim(dim, size).shape;
-                let zeros = Op::Zeros {
-                    shape,
-                    dtype: ty.dtype,
-                };
-                self.tape.emit(&self.node.scope, zeros, vec![])?[0]
-            };
-            pieces.push(piece);
+            pieces.push(match dout {
+                Some(grad) => *grad,
+                None => self.tape.zeros(&self.node.scope, ty.with_dim(dim, size))?,
+            });
         }
         let dx = self
             .tape

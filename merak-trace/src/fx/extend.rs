@@ -25,11 +25,7 @@ impl<'a> Original<'a> {
         let op = self.node.op.clone();
         let mut new = self.module.graph.borrow_mut();
         let outputs = new.add_counterpart(self.node, op, ids)?;
-        let symbol = |id| Symbol {
-            id,
-            ty: new.ty(id).clone(),
-        };
-        let outputs = outputs.into_iter().map(symbol).collect();
+        let outputs = outputs.into_iter().map(|id| Symbol::of(&new, id)).collect();
         drop(new);
         Ok(Copied {
             node: self.node,

@@ -144,34 +144,16 @@ impl Interpreter {
             .iter()
             .map(|piece| cache.sequences.remove(&piece.sequence).unwrap_or_default())
             .collect();
-        let positions: Vec<usize> = passed
-            .iter()
-            .zip(pieces)
-            .flat_map(|(passed, piece)| passed.positions..passed.positions + piece.positions)
-            .collect();
         let mut frame = self.begin(batch, received, context)?;
-        let (nodes, mut attentions) = (&self.program.forward, 0);
-        let is_attention = |&node: &NodeId| self.op(node).class() == Class::Attention;
+        let nodes = &self.program.forward;
         let own = match tail {
             Some(_) => nodes
                 .iter()
-                .rposition(is_attention)
+                .rposition(|&node| self.is_attention(node))
                 .map_or(0, |last| last + 1),
             None => nodes.len(),
         };
-        for &node in &nodes[..own] {
-            if self.is_empty(node) {
-                self.skip(&mut frame, params, node)?;
-            } else if is_attention(&node) {
-                let with = (attentions, pieces, &mut passed[..]);
-                self.attend(&mut frame, params, node, with)?;
-            } else if self.op(node).class() == Class::Source {
-                self.source(&mut frame, params, node, &positions)?;
-            } else {
-                self.step(&mut frame, params, node)?;
-            }
-            attentions += usize::from(is_attention(&node));
-        }
+        self.pass(&mut frame, params, &nodes[..own], (pieces, &mut passed))?;
         let forwarded = match tail {
             None => self.end(frame, params)?,
             Some(Tail {
@@ -190,6 +172,38 @@ impl Interpreter {
             cache.sequences.insert(piece.sequence, passed);
         }
         Ok(forwarded)
+    }
+
+    /// Runs nodes on the pieces, which follow what has passed of their sequences.
+    fn pass(
+        &self,
+        frame: &mut Frame,
+        params: &dyn Params,
+        nodes: &[NodeId],
+        (pieces, passed): (&[NextPositions], &mut [Passed]),
+    ) -> Result<()> {
+        let follow = passed.iter().zip(pieces);
+        let positions: Vec<usize> = follow
+            .flat_map(|(passed, piece)| passed.positions..passed.positions + piece.positions)
+            .collect();
+        let mut attentions = 0;
+        for &node in nodes {
+            if self.is_empty(node) {
+                self.skip(frame, params, node)?;
+            } else if self.is_attention(node) {
+                self.attend(frame, params, node, (attentions, pieces, &mut *passed))?;
+            } else if self.op(node).class() == Class::Source {
+                self.source(frame, params, node, &positions)?;
+            } else {
+                self.step(frame, params, node)?;
+            }
+            attentions += usize::from(self.is_attention(node));
+        }
+        Ok(())
+    }
+
+    fn is_attention(&self, node: NodeId) -> bool {
+        self.op(node).class() == Class::Attention
     }
 
     fn op(&self, node: NodeId) -> &Op {
