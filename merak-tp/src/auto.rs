@@ -1,16 +1,14 @@
 //! Chooses the layers to split, for models without lists.
 
 use crate::{
-    Error, LayerLists, Options, Report, Result, SplitKind,
-    matching::{self, Layer, Role},
-    rewriter::{Rewriter, rewrite},
+    Choice, Error, LayerLists, Options, Report, Result, SplitKind,
+    layers::{self, Layer, Role},
+    rewrite::rewrite,
+    rewriter::Rewriter,
 };
 use merak_trace::{Graph, NodeId, ValueId, op::Class};
 use serde::Serialize;
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Lists that were chosen for a model, and why.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -19,19 +17,6 @@ pub struct AutoLists {
     pub lists: LayerLists,
     /// The choice for each kind of layer, in the order of the graph.
     pub choices: Vec<Choice>,
-}
-
-/// The choice for the layers of one name.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Choice {
-    /// Their path, with `{i}` in place of numbers.
-    pub layers: String,
-    /// Their split; `None`: whole on every rank.
-    pub kind: Option<SplitKind>,
-    /// Elements of their matrices.
-    pub elements: usize,
-    /// Why.
-    pub reason: String,
 }
 
 /// Chooses the linear layers that `degree` ranks split, output layers left out.
@@ -128,7 +113,7 @@ struct Search<'a> {
 impl<'a> Search<'a> {
     fn new(model: &'a Graph, degree: usize) -> Self {
         let users = model.users();
-        let layers = matching::layers(model, &users);
+        let layers = layers::layers(model, &users);
         let mut search = Self {
             model,
             degree,
@@ -141,7 +126,7 @@ impl<'a> Search<'a> {
         for layer in layers.iter().filter(|layer| !layer.is_head) {
             search.add(layer);
         }
-        for (layer, kv_heads) in matching::shared_heads(model, degree) {
+        for (layer, kv_heads) in layers::shared_heads(model, degree) {
             if let Some(&group) = search.group_of.get(&layer) {
                 search.groups[group].whole =
                     Some(format!("its {kv_heads} key/value heads are repeated"));
@@ -167,7 +152,7 @@ impl<'a> Search<'a> {
         group.members.push(layer.id);
         group.elements += layer.inputs * layer.outputs;
         self.group_of.insert(layer.id, index);
-        let parts = matching::parts(self.model, &self.users, layer);
+        let parts = layer.parts(self.model, &self.users);
         self.parts.insert(layer.id, parts);
     }
 
@@ -355,13 +340,4 @@ fn collapsed(scope: &str) -> String {
     };
     let parts: Vec<_> = scope.split('.').map(component).collect();
     parts.join(".")
-}
-
-impl fmt::Display for Choice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = self
-            .kind
-            .map_or("whole".to_owned(), |kind| kind.to_string());
-        write!(f, "auto {kind} {}: {}", self.layers, self.reason)
-    }
 }

@@ -1,10 +1,13 @@
 //! Reasons why a model cannot be split.
 
-use crate::vocab::SPLIT_VOCABULARY;
 use merak_trace::{Axis, op::Attention};
 
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What splits tables and output layers with a row for each entry of a vocabulary, in the place of
+/// a list in reports and messages.
+pub(crate) const SPLIT_VOCABULARY: &str = "split vocabulary";
 
 /// Why a model cannot be split over an axis.
 #[derive(Debug, thiserror::Error)]
@@ -256,9 +259,7 @@ impl Error {
             _ => None,
         }
     }
-}
 
-impl Error {
     /// The query heads of an attention that the ranks of an axis cannot share.
     pub(crate) fn heads(
         module: &str,

@@ -95,12 +95,13 @@
 //! - The result depends on the arguments alone, so all ranks compute the same graph.
 
 mod auto;
-mod convert;
 mod error;
+mod layers;
 mod lists;
 mod matching;
 mod options;
 mod report;
+mod rewrite;
 mod rewriter;
 mod rules;
 mod sequence;
@@ -108,14 +109,15 @@ mod slices;
 mod traffic;
 mod vocab;
 
-pub use auto::{AutoLists, Choice, auto_lists};
+pub use auto::{AutoLists, auto_lists};
 pub use error::{Error, Result};
 pub use lists::{
     LayerLists, Mapping, SplitKind, default_lists, set_tp_layer_lists, tp_layer_lists,
 };
 pub use options::{Options, Sequence, SequenceMethod};
-pub use report::{CollectiveBytes, Gather, KeptWhole, Report, SplitModule};
-pub use rewriter::{Rewritten, cuts, cuts_with, rewrite, rewrite_with};
+pub use report::{Choice, CollectiveBytes, Gather, KeptWhole, Report, SplitModule};
+pub use rewrite::{cuts, cuts_with, rewrite, rewrite_with};
+pub use rewriter::Rewritten;
 pub use traffic::{LayerTraffic, Traffic};
 
 #[cfg(doctest)]

@@ -1,31 +1,13 @@
 //! Which linear layers of a model the lists split, and into which parts.
 
-use crate::{Error, LayerLists, Options, Result, SplitKind, report::KeptWhole, slices, vocab};
-use merak_trace::{Beside, Graph, Node, NodeId, Op, ParamId, Shard, ValueId, op::Class};
+use crate::{
+    Error, LayerLists, Options, Result, SplitKind,
+    layers::{Layer, Matches, Role, beside, layers, made_by, shared_heads},
+    report::KeptWhole,
+    slices, vocab,
+};
+use merak_trace::{Graph, NodeId, Op, op::Class};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// How one linear layer is split.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Role {
-    pub(crate) kind: SplitKind,
-    /// The entry that matched, as messages show it.
-    pub(crate) list: String,
-    /// Sizes of the parts of the output features; several in a fused projection.
-    pub(crate) parts: Vec<usize>,
-    /// Whether padding makes up for a degree that does not divide the features.
-    pub(crate) pads: bool,
-}
-
-/// The layers of a model that the lists match.
-#[derive(Debug, Default)]
-pub(crate) struct Matches {
-    pub(crate) roles: BTreeMap<NodeId, Role>,
-    pub(crate) kept_whole: Vec<KeptWhole>,
-    /// Entries that match nothing.
-    pub(crate) unmatched: Vec<String>,
-    /// Parameters of which each rank keeps a slice, whatever uses them.
-    pub(crate) slices: BTreeMap<ParamId, Shard>,
-}
 
 /// One entry of a list.
 struct Entry<'a> {
@@ -42,17 +24,6 @@ enum Test<'a> {
         input: usize,
         output: usize,
     },
-}
-
-/// A linear layer of the model.
-pub(crate) struct Layer<'a> {
-    pub(crate) id: NodeId,
-    pub(crate) node: &'a Node,
-    pub(crate) inputs: usize,
-    pub(crate) outputs: usize,
-    pub(crate) is_head: bool,
-    /// The kernel, of a convolution of patches that do not overlap.
-    pub(crate) kernel: Option<ParamId>,
 }
 
 /// Matches the layers of `model` against the lists, and where a vocabulary is split, its tables and
@@ -78,7 +49,7 @@ pub(crate) fn find(model: &Graph, options: &Options) -> Result<Matches> {
             None => match_layer(layer, &entries, &mut used)?.map(|(kind, list)| Role {
                 kind,
                 list,
-                parts: parts(model, &users, layer),
+                parts: layer.parts(model, &users),
                 pads: false,
             }),
         };
@@ -164,29 +135,6 @@ fn named<'a>(kind: SplitKind, list: &str, names: &'a [String]) -> Vec<Entry<'a>>
     names.iter().map(entry).collect()
 }
 
-/// All linear layers, in order.
-pub(crate) fn layers<'a>(model: &'a Graph, users: &[Vec<NodeId>]) -> Vec<Layer<'a>> {
-    let mut layers = Vec::new();
-    for id in model.node_ids() {
-        let node = model.node(id);
-        if let Class::Linear(layout) = node.op.class()
-            && beside(model, node).is_none()
-        {
-            let shape = &model.ty(node.inputs[1]).shape;
-            let (inputs, outputs) = (shape[layout.in_dim()], shape[layout.out_dim()]);
-            layers.push(Layer {
-                id,
-                node,
-                inputs,
-                outputs,
-                is_head: is_head(model, users, node),
-                kernel: slices::kernel(model, node),
-            });
-        }
-    }
-    layers
-}
-
 /// The way in which the entries split a layer, and the entry that says so.
 ///
 /// Several names of one kind split a layer once; of the ratios only the first that matches counts.
@@ -207,18 +155,7 @@ fn match_layer(
         match found {
             None => found = Some(entry),
             Some(first) if first.kind == entry.kind => {}
-            Some(first) => {
-                let (col, row) = if first.kind == SplitKind::Col {
-                    (first, entry)
-                } else {
-                    (entry, first)
-                };
-                return Err(Error::BothKinds {
-                    module: layer.node.scope.to_string(),
-                    col: col.shown.clone(),
-                    row: row.shown.clone(),
-                });
-            }
+            Some(first) => return Err(layer.both_kinds((first.kind, &first.shown), &entry.shown)),
         }
     }
     Ok(found.map(|entry| (entry.kind, entry.shown.clone())))
@@ -234,32 +171,6 @@ impl Test<'_> {
             }
         }
     }
-}
-
-/// Whether a layer, with its adapters, makes the logits.
-fn is_head(model: &Graph, users: &[Vec<NodeId>], node: &Node) -> bool {
-    model.is_tied_head(node) || model.ends_model(users, adapted(model, users, node))
-}
-
-/// The output of a layer together with its adapters: sums and products within its own module.
-fn adapted(model: &Graph, users: &[Vec<NodeId>], layer: &Node) -> ValueId {
-    let mut value = layer.outputs[0];
-    while let [user] = users[value.index()][..] {
-        let node = model.node(user);
-        let is_glue =
-            matches!(node.op.class(), Class::Add | Class::Mul) && node.scope == layer.scope;
-        if !is_glue || node.inputs[0] != value {
-            break;
-        }
-        value = node.outputs[0];
-    }
-    value
-}
-
-/// The [`Beside`] of a linear layer's matrix, if the layer is half of an adapter.
-fn beside<'a>(model: &'a Graph, node: &Node) -> Option<&'a Beside> {
-    let weight = model.weight_of(node)?;
-    model.param(weight).beside.as_ref()
 }
 
 /// Splits the halves of adapters as their layers: a factor is cut where the features that it shares
@@ -304,19 +215,6 @@ fn follow(model: &Graph, matches: &mut Matches) {
     }
 }
 
-/// The parts of a layer's output features: the pieces that its only user cuts them into, if it
-/// does.
-pub(crate) fn parts(model: &Graph, users: &[Vec<NodeId>], layer: &Layer<'_>) -> Vec<usize> {
-    let output = adapted(model, users, layer.node);
-    if let [user] = users[output.index()][..]
-        && let Op::Split { dim, sizes } = &model.node(user).op
-        && dim + 1 == model.ty(output).ndim()
-    {
-        return sizes.clone();
-    }
-    vec![layer.outputs]
-}
-
 /// Refuses to cut query heads that the ranks cannot share, whether an operation between the layer
 /// and the attention would need them whole or not.
 fn check_heads(model: &Graph, options: &Options, matches: &Matches) -> Result<()> {
@@ -341,26 +239,6 @@ fn check_heads(model: &Graph, options: &Options, matches: &Matches) -> Result<()
     Ok(())
 }
 
-/// The layers that make fewer key or value heads than there are ranks, each with its heads.
-pub(crate) fn shared_heads(model: &Graph, degree: usize) -> Vec<(NodeId, usize)> {
-    let mut layers = Vec::new();
-    for node in model.nodes() {
-        let Op::Attention(spec) = &node.op else {
-            continue;
-        };
-        if spec.kv_heads >= degree || !degree.is_multiple_of(spec.kv_heads) {
-            continue;
-        }
-        let made = [node.inputs[1], node.inputs[2]].map(|operand| made_by(model, operand));
-        layers.extend(
-            made.into_iter()
-                .flatten()
-                .map(|layer| (layer, spec.kv_heads)),
-        );
-    }
-    layers
-}
-
 /// Removes the column layers that make key or value heads if these are fewer than ranks: each rank
 /// computes all of them, and attention then picks the one that its query heads share.
 fn keep_shared_heads_whole(model: &Graph, degree: usize, matches: &mut Matches) {
@@ -375,33 +253,5 @@ fn keep_shared_heads_whole(model: &Graph, degree: usize, matches: &mut Matches) 
                 kv_heads,
             });
         }
-    }
-}
-
-/// The linear layer that makes a value, with nothing between that mixes heads.
-fn made_by(model: &Graph, value: ValueId) -> Option<NodeId> {
-    let id = model.producer(value)?;
-    let node = model.node(id);
-    match node.op.class() {
-        Class::Linear(_) => Some(id),
-        Class::Rope | Class::RmsNorm | Class::Form | Class::Identity => {
-            made_by(model, node.inputs[0])
-        }
-        Class::Add | Class::Mul => {
-            made_by(model, node.inputs[0]).filter(|&made| model.node(made).scope == node.scope)
-        }
-        Class::Source
-        | Class::Lookup
-        | Class::LayerNorm
-        | Class::Attention
-        | Class::Activation
-        | Class::Dropout
-        | Class::Loss(_)
-        | Class::Transpose
-        | Class::Total
-        | Class::Function
-        | Class::Constant
-        | Class::Gradient
-        | Class::Region(_) => None,
     }
 }

@@ -1,6 +1,6 @@
 //! The report of a rewrite, for people.
 
-use crate::{Choice, SplitKind};
+use crate::SplitKind;
 use merak_trace::{Axis, Graph, needs_grad, op::Exchange};
 use serde::Serialize;
 use std::fmt;
@@ -68,6 +68,19 @@ pub struct Gather {
     /// Whether it holds logits of a split vocabulary, which a loss without a split form needs:
     /// worth a warning.
     pub is_logits: bool,
+}
+
+/// The choice for the layers of one name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Choice {
+    /// Their path, with `{i}` in place of numbers.
+    pub layers: String,
+    /// Their split; `None`: whole on every rank.
+    pub kind: Option<SplitKind>,
+    /// Elements of their matrices.
+    pub elements: usize,
+    /// Why.
+    pub reason: String,
 }
 
 /// The collectives of one kind and direction in one microbatch.
@@ -239,6 +252,15 @@ impl fmt::Display for Gather {
             f,
             "gather {value}: {needed_by} needs it whole, {bytes} bytes"
         )
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = self
+            .kind
+            .map_or("whole".to_owned(), |kind| kind.to_string());
+        write!(f, "auto {kind} {}: {}", self.layers, self.reason)
     }
 }
 

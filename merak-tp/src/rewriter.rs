@@ -1,15 +1,15 @@
 //! The walk over a model that places every value and builds the graph of one rank.
 
+mod convert;
+mod sums;
+
 use crate::{
-    Error, LayerLists, Options, Report, Result, SplitKind,
-    error::{MOST_LISTED, shares_of_heads},
-    matching::{self, Role},
+    Error, Options, Report, Result, SplitKind,
+    layers::{Matches, Role},
     report::SplitModule,
     rules::{self, Need, NodePlacement, Site},
 };
-use merak_trace::{
-    Axis, Graph, Node, NodeId, Op, ParamId, Placement, Shard, ValueId, needs_grad, op::Reduction,
-};
+use merak_trace::{Axis, Graph, Node, NodeId, Op, ParamId, Placement, Shard, ValueId, needs_grad};
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -24,157 +24,18 @@ pub struct Rewritten {
     pub report: Report,
 }
 
-/// Splits a model over `degree` ranks of the tensor axis by the given lists.
-///
-/// Names, scopes and random keys of the model's nodes stay; parameters keep their names, full types
-/// and initialisers and get a placement. Inputs and outputs are whole on every rank. A `degree` of
-/// 1 returns the graph unchanged.
-///
-/// # Communication
-/// Per microbatch and split region, forward one all-reduce (after the row layer) and backward one
-/// (before the column layers), each of the bytes of one activation; [`Report::collectives`] has the
-/// sums.
-///
-/// # Errors
-/// When the lists are incomplete, ask for what is not available, match nothing or one layer both
-/// ways; when features or heads are no multiple of `degree`; when the model was rewritten before.
-pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> {
-    rewrite_with(model, &Options::new(degree).with_lists(lists.clone()))
-}
-
-/// [`rewrite`] with further [`Options`].
-///
-/// # Communication
-/// As of [`rewrite`]. Where the vocabulary is split, forward an all-reduce after each lookup, and
-/// two of some numbers per row in the loss, which takes the place of the gathered logits.
-///
-/// With [`Sequence::Cut`](crate::Sequence::Cut) instead, per microbatch and split region, forward
-/// an all-gather and a reduce-scatter, and backward as many, each of the bytes of one whole
-/// activation. The caller sums the gradients of parameters that are
-/// [`summed`](merak_trace::Param::summed) over the ranks, once per step. The sum of a lookup in a
-/// split vocabulary is then a reduce-scatter, and an all-gather precedes its output layer.
-///
-/// # Errors
-/// As [`rewrite`], and when a sequence that is to be cut is no multiple of the degree.
-pub fn rewrite_with(model: &Graph, options: &Options) -> Result<Rewritten> {
-    match options.degree {
-        0 => return Err(Error::ZeroDegree { axis: options.axis }),
-        1 => {
-            return Ok(Rewritten {
-                graph: model.clone(),
-                report: Report::new(options.axis, 1),
-            });
-        }
-        degree => match options.axis {
-            Axis::Tensor => options.lists.check(degree)?,
-            Axis::Sequence | Axis::Data | Axis::Pipeline => {}
-        },
-    }
-    refuse_rewritten(model, options.axis)?;
-    split(model, options).map_err(|mut error| {
-        if let Some(legal) = error.legal_mut() {
-            // Key heads may be repeated on more ranks than their features divide.
-            legal.extend(model.nodes().iter().flat_map(|node| match &node.op {
-                Op::Attention(spec) => shares_of_heads(spec),
-                _ => Vec::new(),
-            }));
-            legal.sort_unstable();
-            legal.dedup();
-            // What suits one layer may not suit the others.
-            let suits = |&degree: &usize| {
-                degree == 1 || split(model, &options.clone().with_degree(degree)).is_ok()
-            };
-            *legal = legal
-                .iter()
-                .copied()
-                .filter(suits)
-                .take(MOST_LISTED + 1)
-                .collect();
-        }
-        error
-    })
-}
-
-/// The rewrite itself, for a degree above 1.
-fn split(model: &Graph, options: &Options) -> Result<Rewritten> {
-    let matches = match options.axis {
-        Axis::Sequence => matching::Matches::default(),
-        Axis::Tensor | Axis::Data | Axis::Pipeline => matching::find(model, options)?,
-    };
-    let mut report = Report::new(options.axis, options.degree);
-    report.kept_whole = matches.kept_whole;
-    report.unmatched = matches.unmatched;
-    let mut copied = BTreeSet::new();
-    loop {
-        let mut rewriter = Rewriter::new(model, options, report.clone())?;
-        rewriter.copied.clone_from(&copied);
-        rewriter.slice(&matches.slices);
-        for id in model.node_ids() {
-            rewriter.place(id, matches.roles.get(&id))?;
-        }
-        // A gradient is a sum of summands alone, or of whole gradients alone.
-        let mixed: Vec<_> = rewriter.mixed_params().collect();
-        if mixed.is_empty() || options.axis == Axis::Sequence {
-            return rewriter.finish();
-        }
-        copied.extend(mixed);
-    }
-}
-
-/// How the lists cut each parameter, for any degree: the dimension and the sizes of its parts.
-/// Parameters that every rank keeps whole are left out. For writers of checkpoints that another
-/// degree reads.
-///
-/// # Errors
-/// As [`rewrite`], except that lists that are empty or match nothing cut nothing.
-pub fn cuts(model: &Graph, lists: &LayerLists) -> Result<BTreeMap<String, Shard>> {
-    cuts_with(model, &Options::new(1).with_lists(lists.clone()))
-}
-
-/// [`cuts`] with further [`Options`], whose degree and sequence do not matter.
-///
-/// # Errors
-/// As of [`cuts`].
-pub fn cuts_with(model: &Graph, options: &Options) -> Result<BTreeMap<String, Shard>> {
-    if options.lists == LayerLists::default() {
-        return Ok(BTreeMap::new());
-    }
-    options.lists.check(1)?;
-    refuse_rewritten(model, Axis::Tensor)?;
-    let options = Options::new(1)
-        .with_lists(options.lists.clone())
-        .with_vocab(options.vocab);
-    let matches = match matching::find(model, &options) {
-        Err(Error::NothingMatched { .. }) => return Ok(BTreeMap::new()),
-        matches => matches?,
-    };
-    // Degree 1 divides every size.
-    let mut rewriter = Rewriter::new(model, &options, Report::new(options.axis, 1))?;
-    rewriter.slice(&matches.slices);
-    for id in model.node_ids() {
-        rewriter.place(id, matches.roles.get(&id))?;
-    }
-    let params = rewriter.graph.params().iter();
-    Ok(params
-        .filter_map(|param| {
-            let shard = param.placements.on(Axis::Tensor).as_shard()?;
-            Some((param.name.clone(), shard.clone()))
-        })
-        .collect())
-}
-
 /// A value of the model in the new graph.
 #[derive(Debug, Clone)]
 pub(crate) struct Placed {
-    pub(crate) value: ValueId,
+    value: ValueId,
     pub(crate) placement: Placement,
     /// Whether a node uses it in this placement, which must then stay.
-    pub(crate) is_fixed: bool,
+    is_fixed: bool,
     /// Whether it is cut along the sequence, or lies as if it were
     /// ([`Sequence::WholeLikeCut`](crate::Sequence::WholeLikeCut)).
-    pub(crate) along_sequence: bool,
+    along_sequence: bool,
     /// Other forms of it that were made already.
-    pub(crate) forms: Vec<(Need, ValueId)>,
+    forms: Vec<(Need, ValueId)>,
 }
 
 impl Placed {
@@ -199,9 +60,9 @@ impl Placed {
 
 /// The state of a rewrite.
 pub(crate) struct Rewriter<'a> {
-    pub(crate) model: &'a Graph,
-    pub(crate) degree: usize,
-    pub(crate) options: &'a Options,
+    model: &'a Graph,
+    degree: usize,
+    options: &'a Options,
     pub(crate) graph: Graph,
     pub(crate) report: Report,
     /// The counterpart of each value of the model that is known so far.
@@ -215,9 +76,9 @@ pub(crate) struct Rewriter<'a> {
     weights: BTreeSet<ValueId>,
     /// Parameters, as values of the model, with a use by different work on each rank, whose
     /// gradients are summed once per step.
-    pub(crate) summed: BTreeSet<ValueId>,
+    summed: BTreeSet<ValueId>,
     /// Those with another use.
-    pub(crate) unsummed: BTreeSet<ValueId>,
+    unsummed: BTreeSet<ValueId>,
     /// Those with both kinds, whose gradients are summed at each use.
     pub(crate) copied: BTreeSet<ValueId>,
 }
@@ -262,6 +123,29 @@ impl<'a> Rewriter<'a> {
         Ok(())
     }
 
+    /// Places the whole model.
+    pub(crate) fn place_all(&mut self, matches: &Matches) -> Result<()> {
+        self.slice(&matches.slices);
+        let mut nodes = self.model.node_ids();
+        nodes.try_for_each(|id| self.place(id, matches.roles.get(&id)))
+    }
+
+    /// Places the parameters that are sliced whatever uses them, before anything does.
+    fn slice(&mut self, slices: &BTreeMap<ParamId, Shard>) {
+        let placed = self.placed.iter_mut();
+        for (value, placed) in placed {
+            let shard = self.model.param_of(*value).and_then(|id| slices.get(&id));
+            let (Some(shard), Some(id)) = (shard, self.graph.param_of(placed.value)) else {
+                continue;
+            };
+            placed.placement = Placement::Shard(shard.clone());
+            placed.is_fixed = true;
+            let placement = placed.placement.clone();
+            self.graph
+                .place_param(id, Axis::Tensor, placement, self.degree);
+        }
+    }
+
     /// Adds the counterpart of a node, and the conversions before and after it.
     pub(crate) fn place(&mut self, id: NodeId, role: Option<&Role>) -> Result<()> {
         let model = self.model;
@@ -284,16 +168,7 @@ impl<'a> Rewriter<'a> {
         }
         let mut inputs = self.operands(node, &plan.needs, along_sequence)?;
         let last = if plan.adds_last { inputs.pop() } else { None };
-        if let Op::VocabLoss {
-            label_smoothing,
-            slice,
-        } = plan.op
-            && slice.axis == self.options.axis
-        {
-            let operands = [inputs[0], inputs[1]];
-            let sums = self.vocab_sums(&node.scope, operands, label_smoothing, slice)?;
-            inputs.extend(sums);
-        }
+        inputs.extend(self.sums_of_loss(&node.scope, &plan.op, &inputs)?);
         let values = self.graph.add_counterpart(node, plan.op.clone(), inputs)?;
         let results = node.outputs.iter().zip(values).zip(plan.results).zip(sums);
         let mut turns = plan.turns;
@@ -342,25 +217,8 @@ impl<'a> Rewriter<'a> {
     }
 
     /// Whether a value is a parameter, or follows from parameters as [`Self::weights`] do.
-    pub(crate) fn is_weight(&self, value: ValueId) -> bool {
+    fn is_weight(&self, value: ValueId) -> bool {
         self.model.param_of(value).is_some() || self.weights.contains(&value)
-    }
-
-    /// A partial result once it is summed, and cut where it is to be.
-    fn summed_up(
-        &mut self,
-        value: ValueId,
-        cut: Option<Shard>,
-        has_all: bool,
-        last: Option<ValueId>,
-        scope: &Arc<str>,
-    ) -> Result<Placed> {
-        let Some(shard) = cut else {
-            let sum = self.reduce(value, has_all, last, scope)?;
-            return Ok(Placed::new(sum, Placement::Replicate));
-        };
-        let sum = self.reduce_scatter(value, &shard, has_all, last, scope)?;
-        Ok(Placed::along_sequence(sum, shard))
     }
 
     /// Whether an operand is cut along the sequence, and the node takes it that way.
@@ -385,110 +243,31 @@ impl<'a> Rewriter<'a> {
     }
 
     /// The parameters with both kinds of use: uses of which each rank does a part, and whole ones.
-    fn mixed_params(&self) -> impl Iterator<Item = ValueId> {
+    pub(crate) fn mixed_params(&self) -> impl Iterator<Item = ValueId> {
         self.summed.intersection(&self.unsummed).copied()
     }
 
     /// The facts that a rule reads.
     fn site<'s>(&'s self, node: &'s Node, role: Option<&'s Role>) -> Site<'s> {
+        fn each<T>(values: &[ValueId], fact: impl Fn(&ValueId) -> T) -> Vec<T> {
+            values.iter().map(fact).collect()
+        }
         Site {
             node,
-            types: node
-                .inputs
-                .iter()
-                .map(|&input| self.model.ty(input))
-                .collect(),
-            placements: node
-                .inputs
-                .iter()
-                .map(|input| &self.placed[input].placement)
-                .collect(),
-            along_sequence: node
-                .inputs
-                .iter()
-                .map(|input| self.placed[input].along_sequence)
-                .collect(),
-            are_weights: node
-                .inputs
-                .iter()
-                .map(|&input| self.is_weight(input))
-                .collect(),
-            results: node
-                .outputs
-                .iter()
-                .map(|&output| self.model.ty(output))
-                .collect(),
-            used: node
-                .outputs
-                .iter()
-                .map(|output| self.used.contains(output))
-                .collect(),
+            types: each(&node.inputs, |&input| self.model.ty(input)),
+            placements: each(&node.inputs, |input| &self.placed[input].placement),
+            along_sequence: each(&node.inputs, |input| self.placed[input].along_sequence),
+            are_weights: each(&node.inputs, |&input| self.is_weight(input)),
+            results: each(&node.outputs, |&output| self.model.ty(output)),
+            used: each(&node.outputs, |output| self.used.contains(output)),
             role,
             degree: self.degree,
             options: self.options,
         }
     }
 
-    /// Sums the parts of all ranks, unless each has all of them, then adds `once`.
-    fn reduce(
-        &mut self,
-        value: ValueId,
-        has_all: bool,
-        once: Option<ValueId>,
-        scope: &Arc<str>,
-    ) -> Result<ValueId> {
-        let op = if has_all {
-            Op::Identity
-        } else {
-            Op::AllReduce {
-                axis: self.options.axis,
-                op: Reduction::Sum,
-            }
-        };
-        let sum = self.add(scope, op, vec![value])?[0];
-        self.add_once(sum, once, scope)
-    }
-
-    /// Sums the parts of all ranks, keeps this rank's slice of the sum, and adds `once` to it.
-    fn reduce_scatter(
-        &mut self,
-        value: ValueId,
-        shard: &Shard,
-        has_all: bool,
-        once: Option<ValueId>,
-        scope: &Arc<str>,
-    ) -> Result<ValueId> {
-        if self.options.is_whole() {
-            return self.reduce(value, has_all, once, scope);
-        }
-        let op = Op::ReduceScatter {
-            axis: self.options.axis,
-            shard: shard.clone(),
-            local: shard.local_size(self.degree),
-        };
-        let sum = self.add(scope, op, vec![value])?[0];
-        self.add_once(sum, once, scope)
-    }
-
-    fn add_once(
-        &mut self,
-        sum: ValueId,
-        once: Option<ValueId>,
-        scope: &Arc<str>,
-    ) -> Result<ValueId> {
-        match once {
-            Some(once) => Ok(self.add(scope, Op::Add, vec![sum, once])?[0]),
-            None => Ok(sum),
-        }
-    }
-
     /// Adds a node that the model does not have.
-    pub(crate) fn add(
-        &mut self,
-        scope: &Arc<str>,
-        op: Op,
-        inputs: Vec<ValueId>,
-    ) -> Result<Vec<ValueId>> {
+    fn add(&mut self, scope: &Arc<str>, op: Op, inputs: Vec<ValueId>) -> Result<Vec<ValueId>> {
         Ok(self.graph.add_node(scope, op, inputs)?)
     }
 
@@ -518,7 +297,7 @@ impl<'a> Rewriter<'a> {
     }
 
     /// Makes the outputs whole and counts what is communicated.
-    fn finish(mut self) -> Result<Rewritten> {
+    pub(crate) fn finish(mut self) -> Result<Rewritten> {
         let root: Arc<str> = "".into();
         for port in self.model.outputs() {
             let user = format!("output {}", port.name);
@@ -591,23 +370,5 @@ fn split_module(model: &Graph, node: &Node, role: &Role, degree: usize) -> Split
         } else {
             1
         },
-    }
-}
-
-/// Refuses a model that was rewritten for the axis: a second rewrite would split it again.
-fn refuse_rewritten(model: &Graph, axis: Axis) -> Result<()> {
-    let param = model
-        .params()
-        .iter()
-        .find(|param| *param.placements.on(axis) != Placement::Replicate)
-        .map(|param| param.name.clone());
-    let is_split = |node: &&Node| {
-        let region = node.op.region().map(|region| region.axis);
-        region.or(node.op.communicates()) == Some(axis)
-    };
-    let node = model.nodes().iter().find(is_split);
-    match param.or_else(|| node.map(|node| node.name.to_string())) {
-        Some(place) => Err(Error::AlreadySplit { place, axis }),
-        None => Ok(()),
     }
 }

@@ -13,7 +13,7 @@ mod sequence;
 mod shape;
 mod vocab;
 
-use crate::{Options, Result, matching::Role};
+use crate::{Options, Result, layers::Role};
 use merak_trace::{
     Node, Op, Placement, Shard, TensorType,
     op::{Class, Region, RegionKind},
@@ -99,6 +99,16 @@ impl Site<'_> {
         shard.is_some_and(|shard| !shard.parts.iter().all(divides))
     }
 
+    /// Whether nothing cuts the node: no operand is cut, no list names it, and it is none of those
+    /// that are the first to cut a sequence.
+    fn stays_whole(&self) -> bool {
+        let op = &self.node.op;
+        let is_scatter = |region: Region<'_>| matches!(region.kind, RegionKind::Scatter(_));
+        let may_cut = op.class() == Class::Lookup || op.region().is_some_and(is_scatter);
+        let all_whole = (0..self.types.len()).all(|operand| self.shard(operand).is_none());
+        all_whole && self.role.is_none() && !may_cut
+    }
+
     /// Every rank computes the same from whole operands.
     fn whole(&self) -> NodePlacement {
         let needs = vec![Need::Whole; self.types.len()];
@@ -115,12 +125,7 @@ impl Site<'_> {
 /// # Errors
 /// When a size cannot be split as the lists ask for.
 pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
-    let all_whole = (0..site.types.len()).all(|operand| site.shard(operand).is_none());
-    // These are the first to cut a sequence.
-    let is_scatter = |region: Region<'_>| matches!(region.kind, RegionKind::Scatter(_));
-    let op = &site.node.op;
-    let may_cut = op.class() == Class::Lookup || op.region().is_some_and(is_scatter);
-    if all_whole && site.role.is_none() && !may_cut {
+    if site.stays_whole() {
         return Ok(site.whole());
     }
     Ok(match &site.node.op {

@@ -2,7 +2,7 @@
 //! ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)), and over the sequence axis, for
 //! Ulysses, all-gathers and rings.
 
-use crate::{Error, Options, Result, Sequence, SequenceMethod, error::divisors, rules::Site};
+use crate::{Error, Options, Result, Sequence, SequenceMethod, error::divisors};
 use merak_trace::{Shard, TensorType};
 
 impl Options {
@@ -62,29 +62,6 @@ impl Options {
     pub(crate) fn cut_sum(&self, ty: &TensorType, place: &str) -> Result<Option<Shard>> {
         match self.sequence_dim() {
             Some(dim) if dim + 1 < ty.ndim() => self.cut(ty, dim, place).map(Some),
-            _ => Ok(None),
-        }
-    }
-}
-
-impl Site<'_> {
-    /// How the first operand is cut, which is whole: the ids of a lookup, `[batch, sequence]` or
-    /// `[sequence, batch]`, along the sequence, and numbers of positions `[sequence]`, which are
-    /// the same for all samples; other values have features after these. Weights have no sequence.
-    pub(crate) fn first_cut(&self) -> Result<Option<Shard>> {
-        let ids = self.types[0];
-        if self.are_weights[0] {
-            return Ok(None);
-        }
-        let most = if ids.dtype.is_float() { 3 } else { 2_usize };
-        let missing = most.checked_sub(ids.ndim());
-        let dim = self
-            .options
-            .sequence_dim()
-            .zip(missing)
-            .and_then(|(dim, missing)| dim.checked_sub(missing));
-        match dim {
-            Some(dim) if dim < ids.ndim() => self.options.cut(ids, dim, &self.node.scope).map(Some),
             _ => Ok(None),
         }
     }

@@ -3,26 +3,15 @@
 use crate::{
     Error, LayerLists, Result, SplitKind,
     error::divisors,
-    matching::{self, Layer, Matches, Role},
-    rewriter::Rewriter,
+    layers::{Layer, Matches, Role},
 };
-use merak_trace::{Axis, Graph, Node, Op, ParamId, Placement, Shard};
-use std::collections::BTreeMap;
+use merak_trace::{Graph, Node, Op, ParamId, Shard};
 
 /// Dimension of the input channels of a kernel, `[out, in, height, width]`.
 const CHANNELS: usize = 1;
 
 /// Dimension of the heads of a table of biases, `[buckets, heads]`.
 const HEADS: usize = 1;
-
-/// The kernel of a convolution of patches that do not overlap, which is a linear layer whose matrix
-/// is a kernel in another shape.
-pub(crate) fn kernel(model: &Graph, layer: &Node) -> Option<ParamId> {
-    let made = model.node(model.producer(layer.inputs[1])?);
-    let param = model.param_of(*made.inputs.first()?)?;
-    let is_kernel = matches!(made.op, Op::Reshape { .. }) && model.param(param).full.ndim() == 4;
-    is_kernel.then_some(param)
-}
 
 /// Adds the roles and slices of `weight_change_list`, and the slices of kernels that
 /// `conv_para_list` matched.
@@ -53,7 +42,7 @@ pub(crate) fn find(
             let role = Role {
                 kind,
                 list: list.clone(),
-                parts: matching::parts(model, &users, layer),
+                parts: layer.parts(model, &users),
                 pads: false,
             };
             add(layer, role, matches)?;
@@ -81,16 +70,7 @@ pub(crate) fn find(
 fn add(layer: &Layer<'_>, role: Role, matches: &mut Matches) -> Result<()> {
     match matches.roles.get(&layer.id) {
         Some(known) if known.kind != role.kind => {
-            let (col, row) = if known.kind == SplitKind::Col {
-                (known, &role)
-            } else {
-                (&role, known)
-            };
-            Err(Error::BothKinds {
-                module: layer.node.scope.to_string(),
-                col: col.list.clone(),
-                row: row.list.clone(),
-            })
+            Err(layer.both_kinds((known.kind, &known.list), &role.list))
         }
         Some(_) => Ok(()),
         None => {
@@ -175,23 +155,5 @@ fn no_dimension(module: &str, dims: usize, dim: usize, list: String) -> Error {
         },
         dim,
         list,
-    }
-}
-
-impl Rewriter<'_> {
-    /// Places the parameters that are sliced whatever uses them, before anything does.
-    pub(crate) fn slice(&mut self, slices: &BTreeMap<ParamId, Shard>) {
-        let placed = self.placed.iter_mut();
-        for (value, placed) in placed {
-            let shard = self.model.param_of(*value).and_then(|id| slices.get(&id));
-            let (Some(shard), Some(id)) = (shard, self.graph.param_of(placed.value)) else {
-                continue;
-            };
-            placed.placement = Placement::Shard(shard.clone());
-            placed.is_fixed = true;
-            let placement = placed.placement.clone();
-            self.graph
-                .place_param(id, Axis::Tensor, placement, self.degree);
-        }
     }
 }

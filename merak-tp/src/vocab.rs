@@ -2,14 +2,11 @@
 
 use crate::{
     Error, Result, SplitKind,
-    error::divisors,
-    matching::{Layer, Matches, Role},
+    error::{SPLIT_VOCABULARY, divisors},
+    layers::{Layer, Matches, Role},
 };
 use merak_trace::{Graph, NodeId, ParamId, Source, op::Class};
 use std::collections::BTreeMap;
-
-/// What splits these layers, in the place of a list in reports and messages.
-pub(crate) const SPLIT_VOCABULARY: &str = "split vocabulary";
 
 /// Adds the roles of lookups in tables with a row for each of `vocab` entries, if ids of a model
 /// input are looked up there, and of output layers with as many features. Lists of the user that

@@ -2,7 +2,7 @@
 //! [Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), section 3.
 
 use super::{Need, NodePlacement, Site};
-use crate::{Error, Result, SplitKind, error::divisors, matching::Role};
+use crate::{Error, Result, SplitKind, error::divisors, layers::Role};
 use merak_trace::{Op, Placement, Shard, op::WeightLayout};
 
 pub(super) fn linear(site: &Site<'_>, layout: WeightLayout, bias: bool) -> Result<NodePlacement> {
@@ -22,9 +22,7 @@ fn column(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Res
     }
     let cut = |dim| Shard::new(dim, role.parts.clone());
     let mut needs = vec![Need::Copied, Need::Cut(cut(layout.out_dim()))];
-    if bias {
-        needs.push(Need::Cut(cut(0)));
-    }
+    needs.extend(bias.then(|| Need::Cut(cut(0))));
     let last = site.results[0].ndim() - 1;
     Ok(NodePlacement::new(
         needs,
@@ -46,9 +44,7 @@ fn row(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Result
     }
     let cut = |dim| Need::Cut(Shard::new(dim, parts.clone()));
     let mut needs = vec![cut(last), cut(layout.in_dim())];
-    if bias {
-        needs.push(Need::Whole);
-    }
+    needs.extend(bias.then_some(Need::Whole));
     let op = Op::Linear {
         layout,
         bias: false,

@@ -2,12 +2,8 @@
 //! [Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), section 3.
 
 use super::{Need, NodePlacement, Site, sequence};
-use crate::{Result, rewriter::Rewriter};
-use merak_trace::{
-    Op, Placement, Shard, ValueId,
-    op::{AxisSlice, Reduction},
-};
-use std::sync::Arc;
+use crate::Result;
+use merak_trace::{Op, Placement, Shard, op::AxisSlice};
 
 /// Each rank looks up the ids of its rows, and has zeros for others: the result is a sum. Where the
 /// rows are not cut, the sequence may be.
@@ -70,34 +66,4 @@ pub(super) fn of_slice(site: &Site<'_>) -> NodePlacement {
         _ => vec![Placement::Shard(rows)],
     };
     NodePlacement::new(needs, site.node.op.clone(), results)
-}
-
-impl Rewriter<'_> {
-    /// The largest logit of each row over all ranks, and the sums of all ranks, from the operands
-    /// of a loss.
-    ///
-    /// # Communication
-    /// Two all-reduces over the tensor axis, of 4 bytes a row, and of 8 bytes, or of 12 under label
-    /// smoothing.
-    pub(crate) fn vocab_sums(
-        &mut self,
-        scope: &Arc<str>,
-        operands: [ValueId; 2],
-        label_smoothing: f64,
-        slice: AxisSlice,
-    ) -> Result<[ValueId; 2]> {
-        let [logits, labels] = operands;
-        let joined = |op| Op::AllReduce {
-            axis: slice.axis,
-            op,
-        };
-        let own = self.add(scope, Op::VocabMax { slice }, vec![logits])?;
-        let max = self.add(scope, joined(Reduction::Max), own)?[0];
-        let sums = Op::VocabSums {
-            label_smoothing,
-            slice,
-        };
-        let own = self.add(scope, sums, vec![logits, labels, max])?;
-        Ok([max, self.add(scope, joined(Reduction::Sum), own)?[0]])
-    }
 }

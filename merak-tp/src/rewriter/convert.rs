@@ -18,12 +18,8 @@
 //! ([`Sequence::WholeLikeCut`](crate::Sequence::WholeLikeCut)), a conversion to or from a slice of
 //! the sequence is the one node that leaves it whole.
 
-use crate::{
-    Result,
-    report::Gather,
-    rewriter::{Placed, Rewriter},
-    rules::Need,
-};
+use super::{Placed, Rewriter};
+use crate::{Result, report::Gather, rules::Need};
 use merak_trace::{Axis, Op, Placement, Shard, Source, ValueId, op::JoinedGrad};
 use std::sync::Arc;
 
@@ -32,7 +28,7 @@ impl Rewriter<'_> {
     /// `along_sequence` says that a slice is one of the sequence.
     ///
     /// A parameter that is cut at its first use is placed that way: a rank holds only its slice.
-    pub(crate) fn convert(
+    pub(super) fn convert(
         &mut self,
         value: ValueId,
         need: &Need,
@@ -146,7 +142,7 @@ impl Rewriter<'_> {
 
     /// Whether a value that is cut, along the sequence or not, is whole nevertheless. Along the
     /// sequence axis all cuts belong to that of the sequence.
-    pub(crate) fn is_whole_sequence(&self, along_sequence: bool) -> bool {
+    pub(super) fn is_whole_sequence(&self, along_sequence: bool) -> bool {
         let belongs = along_sequence || self.options.axis == Axis::Sequence;
         belongs && self.options.is_whole()
     }
@@ -231,7 +227,7 @@ impl Rewriter<'_> {
 
     /// Slices of one dimension as slices of another; each cut says whether it is along the
     /// sequence.
-    pub(crate) fn turn(
+    pub(super) fn turn(
         &mut self,
         local: ValueId,
         (have, was_along_sequence): (&Shard, bool),
@@ -331,7 +327,7 @@ impl Rewriter<'_> {
     }
 
     /// The name of a value of the model for messages.
-    pub(crate) fn name_of(&self, value: ValueId) -> String {
+    pub(super) fn name_of(&self, value: ValueId) -> String {
         match self.model.value(value).source {
             Source::Input(index) => format!("input {}", self.model.inputs()[index].name),
             Source::Param(id) => self.model.param(id).name.clone(),
