@@ -2,7 +2,7 @@
 
 use crate::{
     Completion, EarlyStopping, Error, GenerateOptions, LogitsSource, Reason, Result, Row, Sampler,
-    generate::Prompt,
+    generate_options::Prompt,
 };
 use std::cmp::Ordering;
 

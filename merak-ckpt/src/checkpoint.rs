@@ -1,20 +1,16 @@
 //! Opening a checkpoint and reading from it.
 
 use crate::crc32::{Stretch, Sums};
-use crate::disk::check_length;
 use crate::error::{Damage, Problem, WithCauses, foreign, io_error};
-use crate::format;
-use crate::frozen_base;
-use crate::header::{self, Place, check_content, slices_by_file};
-use crate::locate::{older_than, resolve, store_of};
-use crate::manifest::{Manifest, Refused, TensorEntry};
-use crate::read::{SliceReader, read_slice};
+use crate::file_check::{Place, check_header, complete, slices_by_file};
+use crate::locate::{Complete, newest_complete, older_than, resolve};
+use crate::manifest::{Manifest, TensorEntry};
+use crate::read::{SliceReader, mark, read_slice};
 use crate::words::brief;
-use crate::{Error, HfFolder, Kind, Piece, Result};
+use crate::{Error, Kind, Piece, Result, Store};
 use merak_mpu::names::nearest;
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{ErrorKind, Read};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -69,19 +65,6 @@ impl Checkpoint {
         Self::follow(path.as_ref(), Self::read_table)
     }
 
-    /// Opens the checkpoint at `path`, or the Hugging Face folder there as one that holds weights
-    /// only: its state is `null`, and its slices have no checksums.
-    ///
-    /// # Errors
-    /// As for [`Checkpoint::open`] and [`HfFolder::open`](crate::HfFolder::open).
-    pub fn open_weights(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        if HfFolder::is_one(path) {
-            return Ok(HfFolder::open(path)?.into_weights());
-        }
-        Self::open(path)
-    }
-
     /// Opens the newest complete checkpoint of an output folder or its `checkpoints` folder, or
     /// returns `None` where there is none.
     ///
@@ -91,7 +74,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Io`] where a folder exists but cannot be listed.
     pub fn open_newest(path: impl AsRef<Path>) -> Result<Option<Self>> {
-        store_of(path.as_ref()).newest_complete(None)
+        Store::within(path.as_ref()).newest_complete(None)
     }
 
     /// The newest complete checkpoint of a lower step beside this one.
@@ -108,7 +91,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Io`] where the folder cannot be listed.
     pub fn older_without(&self, damage: &[Damage]) -> Result<Option<Self>> {
-        older_than(&self.folder, damage)
+        Ok(older_than(&self.folder, damage)?.map(Self::found))
     }
 
     /// The checkpoint's folder.
@@ -209,26 +192,16 @@ impl Checkpoint {
 
     /// Opens the checkpoint in this very folder; errors do not look for an older one.
     pub(crate) fn load(folder: &Path) -> Result<Self> {
-        let checkpoint = Self::read_table(folder)?;
-        let damaged = |damage| Error::damaged(folder, damage);
-        for file in &checkpoint.manifest.files {
-            check_length(folder, file).map_err(damaged)?;
-            if !format::is_tensor_file(&file.name) {
-                check_content(folder, file, &mut |_| ())
-                    .map_err(|problem| damaged(Damage::of_file(&file.name, problem)))?;
-            }
-        }
-        Ok(checkpoint)
+        Ok(Self::over(folder, complete(folder)?, false))
     }
 
     /// Opens the checkpoint in this very folder by its manifest alone.
     fn read_table(folder: &Path) -> Result<Self> {
-        let manifest = parse_manifest(folder, &read_manifest(folder)?)?;
-        Ok(Self::over(
-            folder,
-            frozen_base::joined(folder, manifest)?,
-            false,
-        ))
+        Ok(Self::over(folder, Manifest::of_folder(folder)?, false))
+    }
+
+    fn found(complete: Complete) -> Self {
+        Self::over(&complete.folder, complete.manifest, false)
     }
 
     /// A handle on the files that a sound manifest describes; `verified` says that checksums and
@@ -343,7 +316,7 @@ impl Checkpoint {
         let open = self.file(file).map_err(|error| Problem::Unreadable {
             reason: WithCauses(&error).to_string(),
         })?;
-        header::check_header(open, entry, &self.manifest, self.slices_in(file))
+        check_header(open, entry, &self.manifest, self.slices_in(file))
     }
 
     /// Checks the header of a slice's file, unless that has been done.
@@ -422,77 +395,25 @@ impl Checkpoint {
     }
 }
 
-impl Error {
-    /// Adds the newest complete older checkpoint to an error about a damaged one.
-    fn with_older(mut self) -> Self {
-        if let Self::Damaged {
-            path,
-            damage,
-            older,
-        } = &mut self
-        {
-            let found = older_than(path, std::slice::from_ref(damage))
-                .ok()
-                .flatten();
-            *older = found.map(|checkpoint| checkpoint.folder);
-        }
-        self
+impl Store {
+    /// The newest checkpoint (by number) that is complete: its manifest is sound, its files have
+    /// the right lengths, and those without tensors the right content. With `before`, only lower
+    /// steps count.
+    ///
+    /// Incomplete ones are passed over with a warning in the log.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder exists but cannot be listed.
+    pub fn newest_complete(&self, before: Option<u64>) -> Result<Option<Checkpoint>> {
+        Ok(newest_complete(self, before)?.map(Checkpoint::found))
     }
-}
-
-/// Marks a slice as checked.
-pub(crate) fn mark(flag: &AtomicBool) {
-    flag.store(true, Ordering::Relaxed);
-}
-
-/// The manifest of a folder, from its text.
-pub(crate) fn parse_manifest(folder: &Path, text: &[u8]) -> Result<Manifest> {
-    Manifest::from_text(text).map_err(|refused| match refused {
-        Refused::Newer { found } => Error::NewerVersion {
-            path: folder.join(format::MANIFEST),
-            found,
-            supported: format::VERSION,
-        },
-        Refused::Damaged(damage) => Error::damaged(folder, damage),
-    })
-}
-
-/// The text of a folder's manifest.
-pub(crate) fn read_manifest(folder: &Path) -> Result<Vec<u8>> {
-    let path = folder.join(format::MANIFEST);
-    let damaged = |problem| Error::damaged(folder, Damage::of_file(format::MANIFEST, problem));
-    let length = match fs::metadata(&path) {
-        Ok(metadata) if metadata.is_file() => metadata.len(),
-        Ok(_) => return Err(damaged(Problem::Irregular)),
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            return Err(damaged(Problem::Missing));
-        }
-        Err(error) => {
-            return Err(damaged(Problem::Unreadable {
-                reason: error.to_string(),
-            }));
-        }
-    };
-    let limit = format::MAX_MANIFEST_BYTES;
-    if length > limit {
-        return Err(damaged(Problem::TooLarge {
-            what: "bytes",
-            found: length,
-            limit,
-        }));
-    }
-    let mut text = Vec::new();
-    let file = File::open(&path).map_err(io_error("open", &path))?;
-    file.take(limit)
-        .read_to_end(&mut text)
-        .map_err(io_error("read", &path))?;
-    Ok(text)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Header, Store};
+    use crate::{Header, format};
+    use std::fs;
 
     #[test]
     fn a_checkpoint_that_a_run_deletes_meanwhile_is_looked_up_once_more() {

@@ -3,7 +3,7 @@
 //! Any run reads any checkpoint, whatever degrees wrote it. So degrees that no run has cost a
 //! warning only.
 
-use crate::hf::{Heads, family_of};
+use crate::family::{Heads, family_of};
 use crate::plan::PlannedFile;
 use crate::words::brief;
 use crate::{Kind, TensorEntry, Topology};

@@ -1,7 +1,6 @@
 //! Small operations on files and folders, with the path in their errors.
 
-use crate::error::{Damage, Problem, foreign, io_error};
-use crate::manifest::FileEntry;
+use crate::error::{foreign, io_error};
 use crate::words::{self, beyond};
 use crate::{Error, Result, path_hint};
 use serde::de::DeserializeOwned;
@@ -9,28 +8,6 @@ use serde_json::Value;
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
-
-/// Checks that the file exists in full length.
-pub(crate) fn check_length(folder: &Path, entry: &FileEntry) -> Result<(), Damage> {
-    let damage = |problem| Damage::of_file(&entry.name, problem);
-    let found = match fs::metadata(folder.join(&entry.name)) {
-        Ok(metadata) if metadata.is_file() => metadata.len(),
-        Ok(_) => return Err(damage(Problem::Irregular)),
-        Err(error) if error.kind() == ErrorKind::NotFound => return Err(damage(Problem::Missing)),
-        Err(error) => {
-            return Err(damage(Problem::Unreadable {
-                reason: error.to_string(),
-            }));
-        }
-    };
-    if found != entry.length {
-        return Err(damage(Problem::Length {
-            expected: entry.length,
-            found,
-        }));
-    }
-    Ok(())
-}
 
 pub(crate) fn write_synced(path: &Path, content: &[u8]) -> Result<()> {
     let mut file = create_regular(path).map_err(io_error("create", path))?;

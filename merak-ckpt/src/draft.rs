@@ -1,13 +1,15 @@
 //! Writing a checkpoint under a temporary name, and giving it its own.
 
-use crate::disk::{Lock, check_length, remove, rename, sync_folder, write_synced};
-use crate::error::{Damage, Problem};
+use crate::disk::{Lock, create_folders, remove, rename, sync_folder, write_synced};
+use crate::error::{Damage, Problem, io_error};
+use crate::file_check::check_length;
 use crate::manifest::{FileEntry, Header, Manifest, TensorEntry, check_file_name};
-use crate::shard::{self, Piece, Shard, ShardKind};
+use crate::shard::{self, Shard, ShardKind};
 use crate::store::{ASIDE, DRAFT};
-use crate::{Base, Checksum, Cut, Error, Kind, Result, Store, format};
+use crate::{Base, Checksum, Cut, Error, Kind, Piece, Result, Store, format};
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -70,8 +72,43 @@ const NAMING: [fn(&Draft) -> Result<()>; 4] = [
     Draft::remove_predecessor,
 ];
 
+impl Store {
+    /// Starts a checkpoint: removes what a crashed save has left, and makes an empty folder under a
+    /// temporary name. One rank calls it and keeps the draft until the commit, since dropping it
+    /// before removes the folder; the others call [`Store::draft`] afterwards.
+    ///
+    /// # Errors
+    /// [`Error::InUse`] where this step is being saved already, [`Error::Io`] where the folder
+    /// cannot be changed.
+    pub fn begin(&self, step: u64) -> Result<Draft> {
+        self.begin_draft(self.draft(step))
+    }
+
+    /// Makes the folder of a draft.
+    pub(crate) fn begin_draft(&self, draft: Draft) -> Result<Draft> {
+        let made = create_folders(self.folder())?;
+        let _lock = self.lock()?;
+        self.recover()?;
+        let path = draft.path();
+        fs::create_dir(&path).map_err(|error| match error.kind() {
+            ErrorKind::AlreadyExists => Error::InUse {
+                path: path.clone(),
+                holder: "another save".to_owned(),
+            },
+            _ => io_error("create", &path)(error),
+        })?;
+        let lock = Lock::of(&path)?;
+        Ok(draft.begun(lock, made))
+    }
+
+    /// The checkpoint that [`Store::begin`] has started; touches nothing.
+    pub fn draft(&self, step: u64) -> Draft {
+        Draft::new(self.clone(), step)
+    }
+}
+
 impl Draft {
-    pub(crate) fn new(store: Store, step: u64) -> Self {
+    fn new(store: Store, step: u64) -> Self {
         Self {
             store,
             step,
@@ -96,7 +133,7 @@ impl Draft {
     }
 
     /// The draft on the rank that made its folder.
-    pub(crate) fn begun(self, lock: Lock, made: Vec<PathBuf>) -> Self {
+    fn begun(self, lock: Lock, made: Vec<PathBuf>) -> Self {
         let folder = DraftFolder {
             path: self.path(),
             made,

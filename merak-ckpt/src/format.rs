@@ -44,6 +44,9 @@ pub const MAX_BOXES_PER_TENSOR: usize = 1 << 12;
 /// The first tensor of a file begins at a multiple of this many bytes.
 pub const ALIGNMENT: usize = 64;
 
+/// The one entry of a header's `__metadata__`, which `transformers` asks for.
+pub(crate) const METADATA: [&str; 2] = ["format", "pt"];
+
 /// Folder name of the checkpoint of a step: `step-00001000`.
 ///
 /// ```

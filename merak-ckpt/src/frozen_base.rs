@@ -1,43 +1,9 @@
 //! Parameters that checkpoints share, kept once beside them.
 
-use crate::checkpoint::{parse_manifest, read_manifest};
-use crate::error::{Damage, Problem};
-use crate::format;
-use crate::manifest::Manifest;
-use crate::{Checkpoint, Checksum, Draft, Error, Result, Store};
-use serde::{Deserialize, Serialize};
-use std::path::Path;
-
-/// The folder of a checkpoint's shared tensors. It lies beside the checkpoint's own folder, and
-/// later checkpoints share it.
-///
-/// The folder is an ordinary checkpoint except for its name: `latest` never names it, and rotation
-/// removes it once no checkpoint beside it names it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Base {
-    /// Name of the folder, as in `base-00001`.
-    pub folder: String,
-    /// Checksum of the whole manifest there, which detects another base in its place.
-    pub checksum: Checksum,
-}
+use crate::manifest::read_manifest;
+use crate::{Base, Checkpoint, Checksum, Draft, Result, Store, format};
 
 impl Store {
-    /// The numbers of the bases, ascending.
-    ///
-    /// # Errors
-    /// [`Error::Io`] where the folder exists but cannot be listed.
-    pub fn bases(&self) -> Result<Vec<u64>> {
-        let names = self.names()?;
-        let folders = names
-            .iter()
-            .filter(|name| self.folder().join(name).is_dir());
-        let numbers = folders.filter_map(|name| format::parse_base_name(name));
-        let mut numbers: Vec<_> = numbers.collect();
-        numbers.sort_unstable();
-        Ok(numbers)
-    }
-
     /// Opens a base. Returns the entry for the manifests of checkpoints on it, and its tensors.
     ///
     /// # Errors
@@ -62,97 +28,15 @@ impl Store {
     pub fn base_draft(&self, number: u64, step: u64) -> Draft {
         Draft::of_base(self.clone(), number, step)
     }
-
-    /// Removes the bases that no checkpoint names. The caller holds the folder's lock.
-    pub(crate) fn remove_unnamed_bases(&self) -> Result<()> {
-        let mut unnamed: Vec<_> = self.bases()?.into_iter().map(format::base_name).collect();
-        for step in self.steps()?.into_iter().rev() {
-            if unnamed.is_empty() {
-                break;
-            }
-            let path = self.path_of(step);
-            let manifest = read_manifest(&path).and_then(|text| parse_manifest(&path, &text));
-            // A checkpoint that cannot be read may use any of them.
-            let Ok(manifest) = manifest else {
-                return Ok(());
-            };
-            let named = manifest.base.map(|base| base.folder);
-            unnamed.retain(|folder| named.as_ref() != Some(folder));
-        }
-        // So may a checkpoint that is being written.
-        if unnamed.is_empty() || self.is_being_written()? {
-            return Ok(());
-        }
-        let mut paths = unnamed.iter().map(|name| self.folder().join(name));
-        paths.try_for_each(|path| self.delete(&path))
-    }
-}
-
-/// The manifest of the checkpoint in a folder, with the tensors and files of its base.
-///
-/// # Errors
-/// [`Error::Damaged`] where the base is missing, was replaced by another one, or has a tensor that
-/// the checkpoint has too.
-pub(crate) fn joined(folder: &Path, mut manifest: Manifest) -> Result<Manifest> {
-    let Some(base) = manifest.base.clone() else {
-        return Ok(manifest);
-    };
-    let place = format!("../{}", base.folder);
-    let in_base = |problem| {
-        let file = format!("{place}/{}", format::MANIFEST);
-        Error::damaged(folder, Damage::of_file(&file, problem))
-    };
-    let path = folder.join(&place);
-    let shared = read_base(&path, &base).map_err(|error| match error {
-        Error::Damaged { damage, .. } => in_base(match damage.problem {
-            Problem::Missing if !path.exists() => Problem::NoBase,
-            problem => problem,
-        }),
-        error => error,
-    })?;
-    if shared.base.is_some() {
-        let reason = "a base depends on no other base".to_owned();
-        return Err(in_base(Problem::Malformed { reason }));
-    }
-    let outside = |name: &str| format!("{place}/{name}");
-    for mut file in shared.files {
-        if format::is_tensor_file(&file.name) {
-            file.name = outside(&file.name);
-            manifest.files.push(file);
-        }
-    }
-    for mut tensor in shared.tensors {
-        for slice in &mut tensor.slices {
-            slice.file = outside(&slice.file);
-        }
-        manifest.tensors.push(tensor);
-    }
-    manifest.files.sort_by(|a, b| a.name.cmp(&b.name));
-    manifest
-        .tensors
-        .sort_by(|a, b| (&a.kind, &a.name).cmp(&(&b.kind, &b.name)));
-    let checked = manifest.check_order().and_then(|()| manifest.check_total());
-    checked.map_err(|damage| Error::damaged(folder, damage))?;
-    Ok(manifest)
-}
-
-fn read_base(folder: &Path, base: &Base) -> Result<Manifest> {
-    let text = read_manifest(folder)?;
-    let (expected, found) = (base.checksum, Checksum::of(&text));
-    if found != expected {
-        let problem = Problem::OtherBase { expected, found };
-        let damage = Damage::of_file(format::MANIFEST, problem);
-        return Err(Error::damaged(folder, damage));
-    }
-    parse_manifest(folder, &text)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::manifest::{Manifest, parse_manifest};
     use crate::{DType, Header, Kind, Layout, Piece, ReshardOptions, ShardKind, reshard};
     use std::fs;
-    use std::path::PathBuf;
+    use std::path::{Path, PathBuf};
 
     /// Commits a draft with tensors of one byte each.
     fn commit(draft: &Draft, tensors: &[(&str, u8)]) {

@@ -3,53 +3,42 @@
 mod archive;
 mod completeness;
 mod dcp;
-mod export;
-mod family;
 mod import;
 mod merak;
 mod nan;
-mod parts;
 mod pickle;
-mod recognize;
 mod safetensors_file;
 mod torch;
 mod untie;
+mod write;
 
 pub use dcp::import_dcp;
-use export::is_same;
-pub(crate) use export::{Content, exported, make};
-pub use export::{ExportOptions, export_hf};
-pub(crate) use family::Family;
-pub use family::set_tie;
 pub use import::{ImportOptions, import_hf};
 pub use merak::import_merak;
-pub(crate) use parts::Heads;
-pub use recognize::what_it_is;
-pub(crate) use recognize::what_of_others;
 pub use safetensors_file::stored_tensors;
+pub use write::ExportOptions;
+use write::is_same;
+pub(crate) use write::{Content, exported, make};
 
 use crate::crc32::Stretch;
-use crate::disk::{not_read, open_regular, parsed, read_json};
+use crate::disk::{not_read, open_regular, read_json};
 use crate::error::{foreign, io_error};
+use crate::family::{self, Family, set_tie};
 use crate::format::CONFIG;
-use crate::manifest::{FileEntry, check_file_name, check_tensor_name};
-use crate::region::num_elements;
+use crate::manifest::{FileEntry, check_tensor_name};
+use crate::recognize::{self, what_it_is, what_of_others};
 use crate::rewrite::DEFAULT_MAX_MEMORY;
+use crate::weight_files::{FileKind, WeightFile, has_weights, weight_files};
 use crate::{
     Checkpoint, Checksum, DType, Error, Header, Kind, Manifest, Piece, Result, SliceEntry,
-    TensorEntry, format, path_hint,
+    StoredTensor, TensorEntry, format, path_hint,
 };
-use serde::Deserialize;
-use serde::de::IgnoredAny;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-
-/// Largest index of weights that is read.
-const MAX_INDEX_BYTES: u64 = 64 << 20;
 
 /// Files beside the weights that belong to the model.
 const COMPANIONS: [&str; 18] = [
@@ -102,38 +91,6 @@ pub struct HfFolder {
     /// Whether head and embedding differ though `config.json` ties them.
     is_untied: bool,
     left_out: Vec<String>,
-}
-
-/// Where a tensor lies in a file.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StoredTensor {
-    /// Its name.
-    pub name: String,
-    /// The type of its elements.
-    pub dtype: DType,
-    /// Its sizes, outermost first.
-    pub shape: Vec<usize>,
-    /// Elements from one index to the next of each dim, where the order is not row-major, as in a
-    /// transposed tensor that `torch.save` wrote.
-    pub strides: Option<Vec<usize>>,
-    /// First byte in the file, and the one after the last; elements are little-endian.
-    pub bytes: [u64; 2],
-}
-
-/// The name of a file, how it keeps tensors, and the tensors that an index wants of it.
-type WeightFile = (String, FileKind, Option<BTreeSet<String>>);
-
-/// The names of weights in one file, in order of preference.
-const WEIGHTS: [(&str, FileKind); 2] = [
-    ("model.safetensors", FileKind::Safetensors),
-    ("pytorch_model.bin", FileKind::Torch),
-];
-
-/// How a file keeps tensors.
-#[derive(Debug, Clone, Copy)]
-enum FileKind {
-    Safetensors,
-    Torch,
 }
 
 /// The weights of a folder, as its files have them.
@@ -331,6 +288,21 @@ impl HfFolder {
     }
 }
 
+impl Checkpoint {
+    /// Opens the checkpoint at `path`, or the Hugging Face folder there as one that holds weights
+    /// only: its state is `null`, and its slices have no checksums.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::open`] and [`HfFolder::open`].
+    pub fn open_weights(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        if HfFolder::is_one(path) {
+            return Ok(HfFolder::open(path)?.into_weights());
+        }
+        Self::open(path)
+    }
+}
+
 fn check_is_folder(path: &Path) -> Result<()> {
     Err(match fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => return Ok(()),
@@ -349,11 +321,6 @@ fn check_is_none_of_others(needed: &Path, folder: &Path) -> Result<()> {
         return Ok(());
     }
     HfFolder::refuse_others(folder)
-}
-
-/// The family of a configuration's model, where it is known.
-pub(crate) fn family_of(config: &Value) -> Option<&'static Family> {
-    family::of(config.get("model_type")?.as_str()?)
 }
 
 /// Checks that the weights are not quantized.
@@ -406,67 +373,6 @@ fn are_apart(
     };
     let both = Checkpoint::over(folder, manifest, true);
     Ok(!is_same(&both, names[0], names[1])?)
-}
-
-/// The files of weights.
-fn weight_files(folder: &Path) -> Result<Vec<WeightFile>> {
-    for (single, kind) in WEIGHTS {
-        if folder.join(single).exists() {
-            return Ok(vec![(single.to_owned(), kind, None)]);
-        }
-        let index = index_of(folder, single);
-        if index.exists() {
-            let files = indexed_files(&index)?;
-            let files = files.into_iter();
-            return Ok(files
-                .map(|(name, wanted)| (name, kind, Some(wanted)))
-                .collect());
-        }
-    }
-    Err(foreign(
-        folder,
-        "it has no model.safetensors, model.safetensors.index.json, pytorch_model.bin or \
-         pytorch_model.bin.index.json",
-    ))
-}
-
-/// The index of weights that are split into several files; `single` is the name of the one file.
-fn index_of(folder: &Path, single: &str) -> PathBuf {
-    folder.join(format!("{single}.index.json"))
-}
-
-/// Whether a folder has weights, by the names of its files.
-fn has_weights(folder: &Path) -> bool {
-    let mut singles = WEIGHTS.iter().map(|(single, _)| single);
-    singles.any(|single| folder.join(single).exists() || index_of(folder, single).exists())
-}
-
-fn indexed_files(index: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
-    let map = read_index(index)?.weight_map;
-    let map = map.ok_or_else(|| foreign(index, "it has no `weight_map`"))?;
-    let mut files: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    for (tensor, file) in map {
-        check_file_name(&file).map_err(|error| foreign(index, error.to_string()))?;
-        files.entry(file).or_default().insert(tensor);
-    }
-    Ok(files)
-}
-
-/// The fields that are read of an index of weights.
-#[derive(Deserialize)]
-struct Index {
-    /// The file of each tensor.
-    weight_map: Option<BTreeMap<String, String>>,
-    /// The original Merak's note of the layers that it has put together.
-    #[expect(
-        clippy::zero_sized_map_values,
-        reason = "of a JSON object only the keys are of use"
-    )]
-    tp_meta_data: Option<BTreeMap<String, IgnoredAny>>,
-}
-
-fn read_index(path: &Path) -> Result<Index> {
-    parsed(path, MAX_INDEX_BYTES)
 }
 
 /// The weights of a PEFT folder: their file, where its tensors are, and the members of an archive
@@ -554,12 +460,6 @@ fn table(
         }
     }
     Ok(tensors.into_values().collect())
-}
-
-/// Bytes of a tensor of this shape, within the limits of the format.
-fn checked_bytes(dtype: DType, shape: &[usize]) -> Option<usize> {
-    let elements = num_elements(shape).filter(|&n| n <= isize::MAX as usize / 16)?;
-    (shape.len() <= format::MAX_NDIM).then_some(elements * dtype.size_bytes())
 }
 
 /// Whether weights can be converted to this type.

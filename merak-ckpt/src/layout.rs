@@ -1,6 +1,7 @@
 //! How a rank's local tensor lies in the global one.
 
 use crate::common_runs::{Side, for_each_run};
+use crate::cut::share;
 use crate::region::{Region, num_elements};
 use crate::{Cut, Error, Result};
 use std::convert::Infallible;
@@ -285,6 +286,33 @@ impl Layout {
     }
 }
 
+impl Cut {
+    /// What rank `rank` of `degree` holds of a tensor of this shape, with the cut noted.
+    ///
+    /// # Errors
+    /// [`Error::InvalidLayout`] where the cut does not fit the shape.
+    ///
+    /// # Panics
+    /// Where `rank` is not below `degree`.
+    pub fn layout(&self, shape: &[usize], rank: usize, degree: usize) -> Result<Layout> {
+        assert!(rank < degree, "rank {rank} of {degree}");
+        // Checks the cut before the ranges are computed from it.
+        let noted = Layout::whole(shape).with_cut(self.clone())?;
+        if degree == 1 {
+            return Ok(noted);
+        }
+        let mut begin = 0;
+        let mut ranges = Vec::with_capacity(self.parts.len());
+        for &size in &self.parts {
+            let own = share(size, rank, degree);
+            ranges.push(begin + own.start..begin + own.end);
+            begin += size;
+        }
+        ranges.retain(|range| !range.is_empty());
+        Layout::along(shape, self.dim, &ranges)?.with_cut(self.clone())
+    }
+}
+
 impl Part {
     fn local_region(&self) -> Region {
         Region::new(self.local_offset.clone(), self.region.size.clone())
@@ -375,5 +403,22 @@ mod tests {
             @"invalid layout of a tensor of shape [4, 4]: parts [0:4,0:3] and [0:4,2:4] overlap");
         insta::assert_snapshot!(message(Layout::region(&[4], Region::new([3], [2]))),
             @"invalid layout of a tensor of shape [4]: part [3:5] at [0:2] is out of bounds of the local shape [2]");
+    }
+
+    #[test]
+    fn cuts_that_do_not_fit_are_refused_with_a_reason() {
+        let message = |cut: Cut| cut.layout(&[4, 6], 0, 2).unwrap_err().to_string();
+        insta::assert_snapshot!(message(Cut::new(2, [6])), @"invalid layout of a tensor of shape [4, 6]: cut of dim 2 as 6, but it has no dim 2");
+        insta::assert_snapshot!(message(Cut::new(1, [2, 2])), @"invalid layout of a tensor of shape [4, 6]: cut of dim 1 as 2+2, expected at most 64 parts with the sum 6");
+        insta::assert_snapshot!(message(Cut::new(1, [usize::MAX, 7])), @"invalid layout of a tensor of shape [4, 6]: cut of dim 1 as 18446744073709551615+7, expected at most 64 parts with the sum 6");
+    }
+
+    #[test]
+    fn more_ranks_than_indices_leave_some_without_any() {
+        let cut = Cut::new(0, [2]);
+        let held: Vec<_> = (0..3)
+            .map(|rank| cut.layout(&[2, 4], rank, 3).unwrap().num_local_elements())
+            .collect();
+        assert_eq!(held, [0, 4, 4]);
     }
 }

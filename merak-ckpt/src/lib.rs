@@ -139,10 +139,14 @@ mod draft_file;
 mod draft_folder;
 mod dtype;
 mod error;
+mod export;
+mod factor_name;
+mod family;
+mod file_check;
 pub mod format;
 mod frozen_base;
 mod generate;
-mod header;
+mod generate_options;
 mod hf;
 mod kind;
 mod layout;
@@ -154,18 +158,23 @@ mod output;
 mod parse_bytes;
 mod path_hint;
 mod pending;
+mod piece;
 mod plan;
 mod read;
+mod recognize;
 mod region;
 mod reshard;
 mod rewrite;
+mod rotation;
 mod sampler;
 mod shard;
 mod store;
+mod stored_tensor;
 #[cfg(any(feature = "candle", feature = "tch"))]
 mod tensors;
 mod uniform;
 mod verify;
+mod weight_files;
 pub mod words;
 
 pub use beam::{BeamSearch, Continued, generate_beams};
@@ -181,35 +190,39 @@ pub use draft_file::{DraftFile, replace_file};
 pub use draft_folder::DraftBeside;
 pub use dtype::{DType, UnknownDType};
 pub use error::{BoxError, Damage, Error, Problem, Result};
-pub use frozen_base::Base;
+pub use export::export_hf;
+pub use factor_name::{FactorName, FactorRole};
+pub use family::set_tie;
 pub use generate::{
-    Completion, Decoding, EarlyStopping, GenerateOptions, LogitsSource, NewToken, Reason, Row,
-    TokenSource, generate, generate_with,
+    Completion, Decoding, LogitsSource, NewToken, Reason, Row, TokenSource, generate, generate_with,
 };
+pub use generate_options::{EarlyStopping, GenerateOptions};
 pub use hf::{
-    ExportOptions, HfFolder, ImportOptions, StoredTensor, export_hf, import_dcp, import_hf,
-    import_merak, set_tie, stored_tensors, what_it_is,
+    ExportOptions, HfFolder, ImportOptions, import_dcp, import_hf, import_merak, stored_tensors,
 };
 pub use kind::Kind;
 pub use layout::{Layout, Part};
 pub use lock_file::{HeldFile, lies_at};
 pub use lora::{
-    ADAPTER_CONFIG, ADAPTER_FOLDER, Adapter, FactorName, FactorRole, LoraConfig, check_replaceable,
-    extract_lora, has_lora, merge_lora, replace_lora, squares_of_outputs,
+    ADAPTER_FOLDER, Adapter, LoraConfig, check_replaceable, extract_lora, has_lora, merge_lora,
+    replace_lora, squares_of_outputs,
 };
 #[cfg(feature = "graph")]
 pub use lora::{ADAPTER_NAMES, AdaptError, Adapted, UnmatchedTarget, adapt, is_adapter_name};
-pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
+pub use manifest::{Base, FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
 pub use parse_bytes::{BadByteSize, parse_byte_size};
 pub use path_hint::path_hint;
 pub use pending::{Look, PendingShard, Staging};
+pub use piece::{OwnedPiece, Piece};
 pub use plan::Stages;
+pub use recognize::{ADAPTER_CONFIG, what_it_is};
 pub use region::Region;
 pub use reshard::{ReshardOptions, reshard};
 pub use rewrite::DEFAULT_MAX_MEMORY;
 pub use sampler::Sampler;
-pub use shard::{OwnedPiece, Piece, Shard, ShardKind};
+pub use shard::{Shard, ShardKind};
 pub use store::Store;
+pub use stored_tensor::StoredTensor;
 pub use verify::VerifyReport;
 
 #[cfg(doctest)]

@@ -1,8 +1,10 @@
-//! Which checkpoint a path stands for.
+//! Which checkpoint a path stands for, and which complete one is the newest.
 
-use crate::error::{Damage, foreign, io_error};
-use crate::hf::what_of_others;
-use crate::{Checkpoint, Error, Result, Store, format, path_hint};
+use crate::error::{Damage, WithCauses, foreign, io_error};
+use crate::file_check::complete;
+use crate::manifest::Manifest;
+use crate::recognize::what_of_others;
+use crate::{Error, Result, Store, format, path_hint};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -46,7 +48,7 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
     {
         return Ok(path.to_owned());
     }
-    let store = store_of(path);
+    let store = Store::within(path);
     match (store.latest(), what_of_others(path)) {
         (Ok(Some(latest)), _) => Ok(latest),
         // Folders of other programs may have a file `latest` too.
@@ -54,9 +56,7 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
         (Err(error), None) => Err(error),
         (Ok(None), None) => Err(Error::NotACheckpoint {
             path: path.to_owned(),
-            found: store
-                .newest_complete(None)?
-                .map(|checkpoint| checkpoint.path().to_owned()),
+            found: newest_complete(&store, None)?.map(|newest| newest.folder),
         }),
     }
 }
@@ -71,19 +71,33 @@ fn pointed_to(path: &Path) -> Result<Option<PathBuf>> {
     }
 }
 
-/// The store in an output folder, or in its `checkpoints` folder.
-pub(crate) fn store_of(path: &Path) -> Store {
-    let inner = path.join(format::CHECKPOINTS);
-    Store::new(if inner.is_dir() {
-        inner
-    } else {
-        path.to_owned()
-    })
+/// A complete checkpoint, as [`complete`] has found it.
+#[derive(Debug)]
+pub(crate) struct Complete {
+    pub(crate) folder: PathBuf,
+    pub(crate) manifest: Manifest,
+}
+
+/// As [`Store::newest_complete`].
+pub(crate) fn newest_complete(store: &Store, before: Option<u64>) -> Result<Option<Complete>> {
+    for step in store.steps()?.into_iter().rev() {
+        if before.is_some_and(|before| step >= before) {
+            continue;
+        }
+        let folder = store.path_of(step);
+        match complete(&folder) {
+            Ok(manifest) => return Ok(Some(Complete { folder, manifest })),
+            Err(reason) => {
+                tracing::warn!(step, reason = %WithCauses(&reason), "passing over an incomplete checkpoint");
+            }
+        }
+    }
+    Ok(None)
 }
 
 /// The newest complete checkpoint of a lower step beside this one that has none of these damaged
 /// files of it: checkpoints may depend on the same base.
-pub(crate) fn older_than(folder: &Path, damage: &[Damage]) -> Result<Option<Checkpoint>> {
+pub(crate) fn older_than(folder: &Path, damage: &[Damage]) -> Result<Option<Complete>> {
     // A path like `.` has no name of its own.
     let folder = match folder.file_name() {
         Some(_) => folder.to_owned(),
@@ -99,16 +113,34 @@ pub(crate) fn older_than(folder: &Path, damage: &[Damage]) -> Result<Option<Chec
         damaged.any(|damaged| damaged == file && damaged.starts_with(OUTSIDE))
     };
     let (store, mut before) = (Store::new(parent), step);
-    while let Some(older) = store.newest_complete(Some(before))? {
-        let mut files = older.manifest().files.iter();
+    while let Some(older) = newest_complete(&store, Some(before))? {
+        let mut files = older.manifest.files.iter();
         if !files.any(|file| is_shared(&file.name)) {
             return Ok(Some(older));
         }
-        let name = older.path().file_name().and_then(|name| name.to_str());
+        let name = older.folder.file_name().and_then(|name| name.to_str());
         let Some(step) = name.and_then(format::parse_step_name) else {
             break;
         };
         before = step;
     }
     Ok(None)
+}
+
+impl Error {
+    /// Adds the newest complete older checkpoint to an error about a damaged one.
+    pub(crate) fn with_older(mut self) -> Self {
+        if let Self::Damaged {
+            path,
+            damage,
+            older,
+        } = &mut self
+        {
+            let found = older_than(path, std::slice::from_ref(damage))
+                .ok()
+                .flatten();
+            *older = found.map(|older| older.folder);
+        }
+        self
+    }
 }

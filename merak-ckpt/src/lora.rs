@@ -12,7 +12,6 @@
 mod config;
 mod contents;
 mod extract;
-mod factor;
 #[cfg(feature = "graph")]
 mod graph;
 mod low_rank;
@@ -22,10 +21,9 @@ mod replace;
 #[cfg(feature = "graph")]
 mod unmatched;
 
-pub use config::{FILE as ADAPTER_CONFIG, LoraConfig};
+pub use config::LoraConfig;
 pub(crate) use extract::has_adapter;
 pub use extract::{extract_lora, has_lora, replace_lora};
-pub use factor::{FactorName, FactorRole};
 #[cfg(feature = "graph")]
 pub use graph::{ADAPTER_NAMES, AdaptError, Adapted, adapt, is_adapter_name};
 pub use merge::merge_lora;
@@ -36,7 +34,9 @@ pub use replace::check_replaceable;
 pub use unmatched::UnmatchedTarget;
 
 use crate::error::foreign;
-use crate::hf::{self, Family};
+use crate::family::{Family, family_of};
+use crate::hf;
+use crate::recognize::{ADAPTER_CONFIG, what_it_is};
 use crate::words;
 use crate::{Checkpoint, Kind, Piece, Result, TensorEntry};
 use contents::Contents;
@@ -82,7 +82,7 @@ struct Base<'a> {
 
 impl<'a> Base<'a> {
     fn of(config: &'a Value, tensors: &'a [TensorEntry]) -> Self {
-        let family = hf::family_of(config);
+        let family = family_of(config);
         let mut parameters: BTreeMap<_, _> = tensors
             .iter()
             .filter(|tensor| tensor.kind == Kind::Parameter)
@@ -134,12 +134,12 @@ pub const ADAPTER_FOLDER: &str = "adapter";
 /// Refuses a folder or file that is no adapter, with what it is, and with the adapter of the run
 /// whose folder it is.
 fn check_is_adapter(path: &Path) -> Result<()> {
-    if path.join(config::FILE).exists() {
+    if path.join(ADAPTER_CONFIG).exists() {
         return Ok(());
     }
     let within = adapter_of_run(path);
     // The text after the colon says how to import a model.
-    let what = hf::what_it_is(path);
+    let what = what_it_is(path);
     let what = what.map(|what| what.split_once(": ").map_or(what, |(what, _)| what));
     match what.or(within.is_some().then_some("it is the folder of a run")) {
         Some(what) => Err(foreign(
@@ -147,7 +147,7 @@ fn check_is_adapter(path: &Path) -> Result<()> {
             format!(
                 "{what}, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with {} and \
                  adapter_model.safetensors{}",
-                config::FILE,
+                ADAPTER_CONFIG,
                 did_you_mean(within.as_deref())
             ),
         )),
@@ -160,7 +160,7 @@ fn adapter_of_run(run: &Path) -> Option<String> {
     let folder = run.join(ADAPTER_FOLDER);
     let named = fs::read_dir(&folder).into_iter().flatten();
     let named = named.filter_map(|entry| Some(entry.ok()?.path()));
-    let is_adapter = |folder: &PathBuf| folder.join(config::FILE).is_file();
+    let is_adapter = |folder: &PathBuf| folder.join(ADAPTER_CONFIG).is_file();
     let found = named.chain([folder]).filter(is_adapter).min()?;
     Some(words::file(&found))
 }
@@ -182,10 +182,10 @@ impl Adapter {
     ) -> Result<Self> {
         let path = folder.as_ref();
         check_is_adapter(path)?;
-        let config = LoraConfig::of_adapter(&path.join(config::FILE))?;
+        let config = LoraConfig::of_adapter(&path.join(ADAPTER_CONFIG))?;
         let (file, found) = hf::adapter_tensors(path)?;
         let tensors = hf::as_checkpoint(path, &file, found)?;
-        let prefix = hf::family_of(base_config).map_or("", |family| family.prefix());
+        let prefix = family_of(base_config).map_or("", |family| family.prefix());
         let contents = Contents::of(&tensors.manifest().tensors, &file)?;
         if let Some(missing) = contents.first_missing(&config, base, prefix) {
             return Err(foreign(&file, missing));
@@ -195,7 +195,7 @@ impl Adapter {
 
     /// The adapter that a checkpoint trained, for its own weights.
     fn of_checkpoint(source: &Checkpoint, base_config: &Value) -> Result<Self> {
-        let config = LoraConfig::read(&source.path().join(config::FILE))?;
+        let config = LoraConfig::read(&source.path().join(ADAPTER_CONFIG))?;
         let tensors = extract::own_adapter(source)?;
         let base = &source.manifest().tensors;
         Self::of(source.path(), &config, tensors, base_config, base)

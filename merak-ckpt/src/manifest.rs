@@ -1,15 +1,15 @@
 //! The manifest: what a checkpoint holds and where.
 
 mod check;
+mod folder;
 mod text;
 
 pub(crate) use check::check_coverage;
-pub(crate) use text::Refused;
+pub(crate) use folder::{parse_manifest, read_manifest};
 
 use crate::format;
-use crate::lora::FactorName;
 use crate::region::num_elements;
-use crate::{Base, Checksum, Cut, DType, Error, Kind, Region};
+use crate::{Checksum, Cut, DType, Error, FactorName, Kind, Region};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::ops::Range;
 
@@ -78,6 +78,20 @@ impl Default for Topology {
             zero_stage: 0,
         }
     }
+}
+
+/// The folder of a checkpoint's shared tensors. It lies beside the checkpoint's own folder, and
+/// later checkpoints share it.
+///
+/// The folder is an ordinary checkpoint except for its name: `latest` never names it, and rotation
+/// removes it once no checkpoint beside it names it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Base {
+    /// Name of the folder, as in `base-00001`.
+    pub folder: String,
+    /// Checksum of the whole manifest there, which detects another base in its place.
+    pub checksum: Checksum,
 }
 
 /// A file of a checkpoint.

@@ -1,8 +1,8 @@
 //! Saving while training goes on.
 
 use crate::error::{WithCauses, io_error};
-use crate::shard::{self, OwnedPiece, Piece, Shard, ShardKind};
-use crate::{Draft, Result};
+use crate::shard::{self, Shard, ShardKind};
+use crate::{Draft, OwnedPiece, Piece, Result};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 

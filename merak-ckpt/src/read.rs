@@ -1,6 +1,5 @@
 //! Reading the wanted elements of one slice, block by block, checking it on the way.
 
-use crate::checkpoint::mark;
 use crate::common_runs::{Side, advance, for_each_run};
 use crate::crc32::Sums;
 use crate::error::Problem;
@@ -276,6 +275,11 @@ impl<'a> Blocks<'a> {
         }
         Ok(())
     }
+}
+
+/// Marks a slice, or a header, as checked.
+pub(crate) fn mark(flag: &AtomicBool) {
+    flag.store(true, Ordering::Relaxed);
 }
 
 /// Fills `out` with the slice's bytes from `at` on.

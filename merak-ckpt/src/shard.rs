@@ -6,64 +6,17 @@ use crate::format;
 use crate::layout::PartRange;
 use crate::manifest::{FileEntry, SliceEntry, TensorEntry, check_tensor_name};
 use crate::output::OutputFile;
-use crate::{Checksum, DType, Error, Kind, Layout, Result};
+use crate::{Checksum, Error, Piece, Result};
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::io::{BufWriter, Write};
-use std::ops::Range;
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
 
 /// Bytes that are written at once.
 const BLOCK_BYTES: usize = 1 << 18;
-
-/// The one entry of a header's `__metadata__`, which `transformers` asks for.
-pub(crate) const METADATA: [&str; 2] = ["format", "pt"];
-
-/// Names a rank's piece of a tensor: the whole local tensor, or a flat range of it.
-#[derive(Debug, Clone)]
-pub struct Piece<'a> {
-    /// The kind of the tensor.
-    pub kind: &'a Kind,
-    /// Its name.
-    pub name: &'a str,
-    /// Element type.
-    pub dtype: DType,
-    /// The place of the local tensor in the global one.
-    pub layout: &'a Layout,
-    /// Flat range of the **local** tensor (a ZeRO part), where it is not all of it.
-    pub range: Option<Range<usize>>,
-}
-
-impl<'a> Piece<'a> {
-    /// All of a rank's part of a parameter.
-    pub fn parameter(name: &'a str, dtype: DType, layout: &'a Layout) -> Self {
-        Self {
-            kind: &Kind::Parameter,
-            name,
-            dtype,
-            layout,
-            range: None,
-        }
-    }
-}
-
-/// A [`Piece`] that borrows nothing, so that another thread can take it.
-#[derive(Debug, Clone)]
-pub struct OwnedPiece {
-    /// The kind of the tensor.
-    pub kind: Kind,
-    /// Its name.
-    pub name: String,
-    /// Element type.
-    pub dtype: DType,
-    /// The place of the local tensor in the global one.
-    pub layout: Layout,
-    /// Flat range of the **local** tensor, where it is not all of it.
-    pub range: Option<Range<usize>>,
-}
 
 /// Which of a checkpoint's files a shard is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,69 +60,6 @@ pub(crate) type Sink<'a> = dyn FnMut(usize, &[u8]) -> Result<()> + 'a;
 
 /// Supplies slices from buffers that hold the pieces, in the order of the pieces.
 struct Buffers<'a>(Vec<&'a [u8]>);
-
-impl Piece<'_> {
-    /// The flat range of the local tensor.
-    pub fn flat_range(&self) -> Range<usize> {
-        self.range
-            .clone()
-            .unwrap_or(0..self.layout.num_local_elements())
-    }
-
-    /// Bytes of a buffer that holds the piece.
-    pub fn num_bytes(&self) -> usize {
-        self.flat_range()
-            .len()
-            .saturating_mul(self.dtype.size_bytes())
-    }
-
-    pub(crate) fn check_buffer(&self, found: usize) -> Result<()> {
-        let range = self.flat_range();
-        if range.start > range.end || range.end > self.layout.num_local_elements() {
-            return Err(Error::InvalidLayout {
-                shape: self.layout.shape().into(),
-                reason: format!(
-                    "the local shape {:?} has no range {range:?}",
-                    self.layout.local_shape()
-                ),
-            });
-        }
-        if found != self.num_bytes() {
-            return Err(Error::BufferLength {
-                kind: self.kind.clone(),
-                name: self.name.to_owned(),
-                expected: self.num_bytes(),
-                found,
-            });
-        }
-        Ok(())
-    }
-}
-
-impl OwnedPiece {
-    /// The piece, borrowed.
-    pub fn piece(&self) -> Piece<'_> {
-        Piece {
-            kind: &self.kind,
-            name: &self.name,
-            dtype: self.dtype,
-            layout: &self.layout,
-            range: self.range.clone(),
-        }
-    }
-}
-
-impl From<&Piece<'_>> for OwnedPiece {
-    fn from(piece: &Piece<'_>) -> Self {
-        Self {
-            kind: piece.kind.clone(),
-            name: piece.name.to_owned(),
-            dtype: piece.dtype,
-            layout: piece.layout.clone(),
-            range: piece.range.clone(),
-        }
-    }
-}
 
 impl ShardKind {
     /// The file name of the shard with this index.
@@ -316,8 +206,11 @@ fn place(outgoing: &mut [Outgoing<'_>]) -> Result<Vec<u8>> {
             },
         ));
     }
-    let metadata = Metadata::new(Some([METADATA.map(str::to_owned).into()].into()), infos)
-        .expect("offsets follow one another and agree with shapes");
+    let metadata = Metadata::new(
+        Some([format::METADATA.map(str::to_owned).into()].into()),
+        infos,
+    )
+    .expect("offsets follow one another and agree with shapes");
     let mut header = serde_json::to_vec(&metadata).expect("a header has text keys");
     let data_start = (8 + header.len()).next_multiple_of(format::ALIGNMENT);
     header.resize(data_start - 8, b' ');

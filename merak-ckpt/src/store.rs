@@ -1,8 +1,8 @@
-//! The folder of checkpoints of a run: names, leftovers, rotation.
+//! The folder of checkpoints of a run: names, `latest` and `best`, leftovers.
 
-use crate::disk::{Lock, create_folders, read_small, remove, rename, sync_folder, write_synced};
-use crate::error::{WithCauses, foreign, io_error};
-use crate::{Checkpoint, Draft, Error, Result, format, path_hint};
+use crate::disk::{Lock, read_small, remove, rename, sync_folder, write_synced};
+use crate::error::{foreign, io_error};
+use crate::{Error, Result, format, path_hint};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ pub(crate) const DRAFT: &str = ".tmp-";
 /// Name prefix of a checkpoint that a new one of the same step is replacing.
 pub(crate) const ASIDE: &str = ".replaced-";
 /// What follows [`DRAFT`] in the name of a folder that is being deleted.
-const DELETE: &str = "delete-";
+pub(crate) const DELETE: &str = "delete-";
 
 /// Largest `latest` or `best` that is read.
 const MAX_POINTER_BYTES: u64 = 1 << 10;
@@ -36,6 +36,16 @@ impl Store {
     /// The store of an output folder.
     pub fn in_output_dir(output_dir: impl AsRef<Path>) -> Self {
         Self::new(output_dir.as_ref().join(format::CHECKPOINTS))
+    }
+
+    /// The store in an output folder, or in its `checkpoints` folder.
+    pub(crate) fn within(path: &Path) -> Self {
+        let inner = path.join(format::CHECKPOINTS);
+        Self::new(if inner.is_dir() {
+            inner
+        } else {
+            path.to_owned()
+        })
     }
 
     /// The folder.
@@ -63,6 +73,21 @@ impl Store {
         steps.sort_unstable();
         steps.dedup();
         Ok(steps)
+    }
+
+    /// The numbers of the bases, ascending.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder exists but cannot be listed.
+    pub fn bases(&self) -> Result<Vec<u64>> {
+        let names = self.names()?;
+        let folders = names
+            .iter()
+            .filter(|name| self.folder().join(name).is_dir());
+        let numbers = folders.filter_map(|name| format::parse_base_name(name));
+        let mut numbers: Vec<_> = numbers.collect();
+        numbers.sort_unstable();
+        Ok(numbers)
     }
 
     /// The names in the folder that belong to a store, and the other names; each sorted.
@@ -147,169 +172,9 @@ impl Store {
         self.write_pointer(format::BEST, step)
     }
 
-    /// The newest checkpoint (by number) that is complete: its manifest is sound, its files have
-    /// the right lengths, and those without tensors the right content. With `before`, only lower
-    /// steps count.
-    ///
-    /// Incomplete ones are passed over with a warning in the log.
-    ///
-    /// # Errors
-    /// [`Error::Io`] where the folder exists but cannot be listed.
-    pub fn newest_complete(&self, before: Option<u64>) -> Result<Option<Checkpoint>> {
-        for step in self.steps()?.into_iter().rev() {
-            if before.is_some_and(|before| step >= before) {
-                continue;
-            }
-            match Checkpoint::load(&self.path_of(step)) {
-                Ok(checkpoint) => return Ok(Some(checkpoint)),
-                Err(reason) => {
-                    tracing::warn!(step, reason = %WithCauses(&reason), "passing over an incomplete checkpoint");
-                }
-            }
-        }
-        Ok(None)
-    }
-
-    /// Starts a checkpoint: removes what a crashed save has left, and makes an empty folder under a
-    /// temporary name. One rank calls it and keeps the draft until the commit, since dropping it
-    /// before removes the folder; the others call [`Store::draft`] afterwards.
-    ///
-    /// # Errors
-    /// [`Error::InUse`] where this step is being saved already, [`Error::Io`] where the folder
-    /// cannot be changed.
-    pub fn begin(&self, step: u64) -> Result<Draft> {
-        self.begin_draft(self.draft(step))
-    }
-
-    /// Makes the folder of a draft.
-    pub(crate) fn begin_draft(&self, draft: Draft) -> Result<Draft> {
-        let made = create_folders(&self.folder)?;
-        let _lock = self.lock()?;
-        self.recover()?;
-        let path = draft.path();
-        fs::create_dir(&path).map_err(|error| match error.kind() {
-            ErrorKind::AlreadyExists => Error::InUse {
-                path: path.clone(),
-                holder: "another save".to_owned(),
-            },
-            _ => io_error("create", &path)(error),
-        })?;
-        let lock = Lock::of(&path)?;
-        Ok(draft.begun(lock, made))
-    }
-
     /// Keeps other processes from changing the names in the folder, for a moment.
     pub(crate) fn lock(&self) -> Result<Lock> {
         Lock::of(&self.folder)
-    }
-
-    /// The checkpoint that [`Store::begin`] has started; touches nothing.
-    pub fn draft(&self, step: u64) -> Draft {
-        Draft::new(self.clone(), step)
-    }
-
-    /// Deletes checkpoints beyond the newest `limit` by number, and returns their steps;
-    /// a limit of zero or less keeps all. Steps in `keep` (the best one, the one being loaded) and
-    /// the one that `latest` names are never deleted. Where the one that `best` names is deleted,
-    /// so is that file. Bases that no checkpoint of the folder names are deleted too. One rank
-    /// calls it.
-    ///
-    /// # Errors
-    /// [`Error::Io`] where the folder cannot be listed or changed.
-    pub fn rotate(&self, limit: i64, keep: &[u64]) -> Result<Vec<u64>> {
-        let limit = usize::try_from(limit).ok();
-        let limit = limit.filter(|&limit| limit > 0).unwrap_or(usize::MAX);
-        let steps = self.steps()?;
-        if steps.len() <= limit && self.bases()?.is_empty() {
-            return Ok(Vec::new());
-        }
-        let _lock = self.lock()?;
-        let latest = self.read_pointer(format::LATEST)?;
-        let best = self.read_pointer(format::BEST).ok().flatten();
-        let (old, _) = steps.split_at(steps.len().saturating_sub(limit));
-        let mut deleted = Vec::new();
-        for &step in old {
-            if keep.contains(&step) || latest == Some(step) {
-                continue;
-            }
-            if best == Some(step) {
-                self.set_best(None)?;
-            }
-            self.delete(&self.path_of(step))?;
-            deleted.push(step);
-        }
-        self.remove_unnamed_bases()?;
-        Ok(deleted)
-    }
-
-    /// Deletes the checkpoints after `step`, and returns their steps. Where there are some,
-    /// `latest` then names `step`; where the one that `best` names is deleted, so is that file. One
-    /// rank calls it.
-    ///
-    /// # Errors
-    /// [`Error::Io`] where the folder cannot be listed or changed.
-    pub fn remove_later(&self, step: u64) -> Result<Vec<u64>> {
-        let mut later = self.steps()?;
-        later.retain(|&other| other > step);
-        if later.is_empty() {
-            return Ok(later);
-        }
-        let _lock = self.lock()?;
-        let best = self.read_pointer(format::BEST).ok().flatten();
-        if best.is_some_and(|best| later.contains(&best)) {
-            self.set_best(None)?;
-        }
-        self.write_pointer(format::LATEST, step)?;
-        for &deleted in &later {
-            self.delete(&self.path_of(deleted))?;
-        }
-        Ok(later)
-    }
-
-    /// Moves the checkpoints after `step` to another store of the same file system, whose `latest`
-    /// and `best` name them as before. The bases are linked there, so that both stores have them.
-    /// Here `latest` then names `step`. Returns the steps that moved.
-    ///
-    /// # Errors
-    /// [`Error::Io`] where one of the folders cannot be listed or changed.
-    pub fn move_later(&self, step: u64, to: &Self) -> Result<Vec<u64>> {
-        let mut later = self.steps()?;
-        later.retain(|&other| other > step);
-        let Some(&last) = later.last() else {
-            return Ok(later);
-        };
-        fs::create_dir_all(&to.folder).map_err(io_error("create", &to.folder))?;
-        let _lock = self.lock()?;
-        for number in self.bases()? {
-            let name = format::base_name(number);
-            link_folder(&self.folder.join(&name), to, &name)?;
-        }
-        let is_later = |named: &u64| later.contains(named);
-        let latest = self.read_pointer(format::LATEST).ok().flatten();
-        let best = self.read_pointer(format::BEST).ok().flatten();
-        to.write_pointer(format::LATEST, latest.filter(is_later).unwrap_or(last))?;
-        if let Some(best) = best.filter(is_later) {
-            to.write_pointer(format::BEST, best)?;
-            self.set_best(None)?;
-        }
-        self.write_pointer(format::LATEST, step)?;
-        for &moved in &later {
-            let there = to.folder.join(format::step_name(moved));
-            rename(&self.path_of(moved), &there)?;
-        }
-        sync_folder(&to.folder)?;
-        sync_folder(&self.folder)?;
-        Ok(later)
-    }
-
-    /// Deletes a folder in this one, under a temporary name first, so that a crash leaves no half
-    /// of it.
-    pub(crate) fn delete(&self, path: &Path) -> Result<()> {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let doomed = format!("{DRAFT}{DELETE}{}", without_aside(&name));
-        let doomed = self.folder.join(doomed);
-        rename(path, &doomed)?;
-        fs::remove_dir_all(&doomed).map_err(io_error("remove", &doomed))
     }
 
     /// Whether a checkpoint is being written here.
@@ -334,7 +199,7 @@ impl Store {
 
     /// Removes leftovers of crashed saves; gives a checkpoint that was set aside its name back. The
     /// caller holds the folder's lock.
-    fn recover(&self) -> Result<()> {
+    pub(crate) fn recover(&self) -> Result<()> {
         for name in self.names()? {
             let path = self.folder.join(&name);
             if is_draft(&name) {
@@ -371,7 +236,7 @@ impl Store {
         Ok(names)
     }
 
-    fn read_pointer(&self, file: &'static str) -> Result<Option<u64>> {
+    pub(crate) fn read_pointer(&self, file: &'static str) -> Result<Option<u64>> {
         let path = self.folder.join(file);
         let Some(text) = read_small(&path, MAX_POINTER_BYTES)? else {
             return Ok(None);
@@ -400,25 +265,8 @@ impl Store {
     }
 }
 
-/// Links a folder's files into a folder of a store, which gets its name at the end. Files of
-/// checkpoints are replaced and never changed, so that two folders can share them.
-fn link_folder(from: &Path, to: &Store, name: &str) -> Result<()> {
-    let draft = to.folder.join(format!("{DRAFT}{name}"));
-    fs::create_dir(&draft).map_err(io_error("create", &draft))?;
-    for entry in fs::read_dir(from).map_err(io_error("list", from))? {
-        let entry = entry.map_err(io_error("list", from))?;
-        let link = draft.join(entry.file_name());
-        // Not every file system has links.
-        fs::hard_link(entry.path(), &link)
-            .or_else(|_| fs::copy(entry.path(), &link).map(drop))
-            .map_err(io_error("create", &link))?;
-    }
-    sync_folder(&draft)?;
-    rename(&draft, &to.folder.join(name))
-}
-
 /// The name that a folder had before it was set aside.
-fn without_aside(name: &str) -> &str {
+pub(crate) fn without_aside(name: &str) -> &str {
     name.strip_prefix(ASIDE).unwrap_or(name)
 }
 

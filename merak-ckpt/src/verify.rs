@@ -1,9 +1,8 @@
 //! Checking all of a checkpoint.
 
-use crate::disk::check_length;
 use crate::error::{Damage, Problem};
+use crate::file_check::{Place, check_content, check_length};
 use crate::format;
-use crate::header::{Place, check_content};
 use crate::manifest::SliceEntry;
 use crate::{Checkpoint, Checksum};
 use xxhash_rust::xxh3::Xxh3;

@@ -1,8 +1,7 @@
 //! Whether the tensors of a folder are the whole model of its configuration.
 
-use super::parts::{EMBEDDING, Module, Size, Stack, number};
-use super::{family::Family, family_of};
 use crate::error::foreign;
+use crate::family::{EMBEDDING, Family, Module, Size, Stack, family_of, number};
 use crate::format::CONFIG;
 use crate::{Result, TensorEntry};
 use serde_json::Value;

@@ -20,23 +20,21 @@ mod index;
 mod items;
 
 use super::import::{Origin, import};
-use super::recognize;
 use super::{
-    COMPANIONS, ImportOptions, StoredTensor, check_is_folder, check_is_none_of_others,
-    check_is_plain, family::Family, family_of, is_same, set_tie,
+    COMPANIONS, ImportOptions, check_is_folder, check_is_none_of_others, check_is_plain, is_same,
 };
 use crate::disk::read_json;
 use crate::error::foreign;
+use crate::family::{Family, family_of, set_tie};
 use crate::format::CONFIG;
-use crate::{Checkpoint, DType, Header, Kind, Manifest, Result, TensorEntry};
+use crate::recognize::{DCP_INDEX, TORCHTITAN};
+use crate::{Checkpoint, DType, Header, Kind, Manifest, Result, StoredTensor, TensorEntry};
 use index::{Index, Indexed, Place};
 use items::Found;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The index of such a folder.
-pub(crate) const INDEX: &str = ".metadata";
 /// Optimizer state that is imported, by the names that PyTorch and Merak have for it.
 const KINDS: [&str; 3] = ["exp_avg", "exp_avg_sq", "momentum_buffer"];
 /// The optimizer's count of updates.
@@ -71,14 +69,14 @@ pub fn import_dcp(
     let (folder, config_path) = (folder.as_ref(), config_file(config.as_ref()));
     options.check()?;
     check_is_folder(folder)?;
-    check_is_none_of_others(&folder.join(INDEX), folder)?;
+    check_is_none_of_others(&folder.join(DCP_INDEX), folder)?;
     let prefix = match prefix {
         "" => String::new(),
         prefix => format!("{}.", prefix.trim_end_matches('.')),
     };
     let mut config = read_json(&config_path)?;
     check_is_plain(&config).map_err(|reason| foreign(&config_path, reason))?;
-    let index = Index::read(&folder.join(INDEX), options.max_memory)?;
+    let index = Index::read(&folder.join(DCP_INDEX), options.max_memory)?;
     let mut run = Run::of(folder, &index, &config, &prefix, options.max_memory)?;
     if run.settle_head(&config)? {
         tracing::warn!(
@@ -466,7 +464,7 @@ impl<'a> Run<'a> {
 /// The message for a folder that has no name of the model after the prefix.
 fn other_names(index: &Index, family: Option<&Family>, config: &Value, prefix: &str) -> String {
     if index.is_of_torchtitan() {
-        return recognize::TORCHTITAN.to_owned();
+        return TORCHTITAN.to_owned();
     }
     let keys = index.tensors.iter().map(|tensor| tensor.key.as_str());
     let keys = keys.filter(|key| !is_state(key));

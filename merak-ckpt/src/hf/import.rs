@@ -1,7 +1,8 @@
 //! Making a checkpoint of a Hugging Face folder.
 
-use super::{HfFolder, check_float, completeness, family_of, nan::Watched};
+use super::{HfFolder, check_float, completeness, nan::Watched};
 use crate::degrees;
+use crate::family::family_of;
 use crate::format::CONFIG;
 use crate::manifest::FileEntry;
 use crate::plan::plan;

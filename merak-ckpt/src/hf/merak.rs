@@ -11,10 +11,12 @@
 //! | fused outputs `q0 k0 v0 q1 k1 v1` of two ranks | `q0 q1 k0 k1 v0 v1` |
 
 use super::import::import_folder;
-use super::{Family, HfFolder, ImportOptions, check_is_none_of_others, family_of, read_index};
+use super::{HfFolder, ImportOptions, check_is_none_of_others};
 use crate::error::foreign;
+use crate::family::{Family, family_of};
 use crate::layout::Part;
 use crate::rewrite::{MIN_MEMORY, Values};
+use crate::weight_files::read_index;
 use crate::{Checkpoint, DType, Error, Layout, Piece, Result, TensorEntry};
 use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 use std::path::{Path, PathBuf};

@@ -1,7 +1,8 @@
 //! Where the tensors of a safetensors file are.
 
-use super::{StoredTensor, checked_bytes, open_weights};
+use super::open_weights;
 use crate::error::{foreign, io_error};
+use crate::stored_tensor::{StoredTensor, checked_bytes};
 use crate::{DType, Result, format};
 use safetensors::tensor::TensorInfo;
 use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};

@@ -8,12 +8,13 @@
 //! ```
 
 use super::archive::Archive;
+use super::open_weights;
 use super::pickle::{self, Heap, Purpose, Storage, Value, View};
-use super::{StoredTensor, checked_bytes, open_weights};
 use crate::crc32::Stretch;
 use crate::error::foreign;
 use crate::manifest::check_tensor_name;
 use crate::region::num_elements;
+use crate::stored_tensor::{StoredTensor, checked_bytes};
 use crate::{DType, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;

@@ -1,7 +1,7 @@
 //! A head of its own for models whose head is their embedding.
 
-use super::family_of;
 use crate::disk::read_json;
+use crate::family::family_of;
 use crate::format::CONFIG;
 use crate::{Checkpoint, Kind, Result};
 use std::collections::BTreeMap;

@@ -9,9 +9,6 @@ use regex::Regex;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// The name of the file that describes an adapter, in its folder and in a checkpoint.
-pub const FILE: &str = "adapter_config.json";
-
 /// The targets that are all linear layers but the head.
 pub(super) const ALL_LINEAR: &str = "all-linear";
 

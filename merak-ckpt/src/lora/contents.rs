@@ -1,8 +1,8 @@
 //! The tensors of an adapter's file, by their use.
 
 use super::LoraConfig;
-use super::factor::{FactorName, FactorRole, PREFIX};
 use crate::error::foreign;
+use crate::factor_name::{FactorName, FactorRole, PREFIX};
 use crate::{Kind, Result, TensorEntry};
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,13 +1,14 @@
 //! Writing the adapter of a checkpoint as a PEFT folder.
 
-use super::factor::{FactorName, PREFIX};
-use super::{LoraConfig, config};
+use super::LoraConfig;
 use crate::disk::{read_json, sync_folder, write_synced};
 use crate::draft_folder::DraftBeside;
 use crate::error::{foreign, io_error};
+use crate::factor_name::{FactorName, PREFIX};
+use crate::family::family_of;
 use crate::format::CONFIG;
-use crate::hf::family_of;
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
+use crate::recognize::ADAPTER_CONFIG;
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, write_planned};
 use crate::{Checkpoint, Error, Kind, Layout, Result, ShardKind, TensorEntry};
 use serde_json::json;
@@ -118,7 +119,7 @@ pub fn has_lora(folder: impl AsRef<Path>, name: &str) -> Result<bool> {
         Err(error) => return Err(io_error("look at", folder)(error)),
     }
     let own = place_of(folder, name);
-    Ok([config::FILE, WEIGHTS]
+    Ok([ADAPTER_CONFIG, WEIGHTS]
         .iter()
         .any(|file| own.join(file).exists()))
 }
@@ -215,7 +216,7 @@ pub(super) struct Trained<'a> {
 impl<'a> Trained<'a> {
     pub(super) fn of(source: &'a Checkpoint) -> Result<Self> {
         Ok(Self {
-            config: LoraConfig::read(&source.path().join(config::FILE))?,
+            config: LoraConfig::read(&source.path().join(ADAPTER_CONFIG))?,
             modules: factors(source).map(|(_, factor)| factor.layer).collect(),
         })
     }
@@ -257,8 +258,8 @@ fn write_adapter(source: &Checkpoint, folder: &Path, names: &Tensors) -> Result<
         folder,
         Budget::new(DEFAULT_MAX_MEMORY)?,
     )?;
-    let path: PathBuf = folder.join(config::FILE);
-    let config = LoraConfig::read(&source.path().join(config::FILE))?;
+    let path: PathBuf = folder.join(ADAPTER_CONFIG);
+    let config = LoraConfig::read(&source.path().join(ADAPTER_CONFIG))?;
     // As PEFT saves it: a script that loads the adapter to train says so.
     let config = config.with("inference_mode", json!(true));
     let text = config.expect("a flag is legal").to_json();

@@ -12,8 +12,8 @@
 
 use super::LoraConfig;
 use super::config::{InitWeights, Names, ends_with};
-use super::factor::{FactorRole, dropout_module};
 use super::unmatched::{UnmatchedTarget, all_linear_hint};
+use crate::factor_name::{FactorRole, dropout_module};
 use merak_trace::fx::{Copied, Module, Symbol, extend};
 use merak_trace::op::{Class, WeightLayout};
 use merak_trace::{Beside, DType, Graph, Init, Node, Op, Param, ParamRole, models};

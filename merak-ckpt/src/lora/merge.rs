@@ -1,9 +1,10 @@
 //! Writing a model with an adapter folded into it.
 
-use super::{Adapter, check_replaceable, config, has_adapter};
+use super::{Adapter, check_replaceable, has_adapter};
 use crate::disk::read_json;
 use crate::format::CONFIG;
 use crate::hf::{Content, exported, make};
+use crate::recognize::ADAPTER_CONFIG;
 use crate::rewrite::{Values, copy_file, copy_other_files};
 use crate::words::file;
 use crate::{Checkpoint, ExportOptions, HfFolder, Piece, Result};
@@ -89,7 +90,7 @@ pub(crate) fn merge_own(
 /// Copies the files of a checkpoint that belong to its model: a folder with the description of an
 /// adapter would be one of PEFT.
 pub(crate) fn copy_companions(source: &Checkpoint, folder: &Path) -> Result<()> {
-    copy_other_files(source, folder, |name| name != config::FILE).map(drop)
+    copy_other_files(source, folder, |name| name != ADAPTER_CONFIG).map(drop)
 }
 
 fn merge(

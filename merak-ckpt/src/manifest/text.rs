@@ -1,10 +1,10 @@
 //! The manifest as text, and back.
 
 use super::check::limit;
-use super::{FileEntry, Header, Manifest, TensorEntry, Topology, present};
+use super::{Base, FileEntry, Header, Manifest, TensorEntry, Topology, present};
+use crate::Checksum;
 use crate::error::{Damage, Problem};
 use crate::format;
-use crate::{Base, Checksum};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -16,7 +16,7 @@ const TAIL_DIGITS: std::ops::Range<usize> = 13..29;
 
 /// Why a text is no manifest of ours.
 #[derive(Debug)]
-pub(crate) enum Refused {
+pub(super) enum Refused {
     Newer { found: u64 },
     Damaged(Damage),
 }
@@ -76,7 +76,7 @@ impl Manifest {
     }
 
     /// Reads and checks the text of `manifest.json`.
-    pub(crate) fn from_text(text: &[u8]) -> Result<Self, Refused> {
+    pub(super) fn from_text(text: &[u8]) -> Result<Self, Refused> {
         let probe: Probe = serde_json::from_slice(text).map_err(|error| malformed(&error))?;
         if probe.format != format::NAME {
             return Err(malformed(&format!(

@@ -2,9 +2,8 @@
 
 use crate::disk::read_small;
 use crate::error::foreign;
-use crate::hf::StoredTensor;
 use crate::hf::pickle::{self, Class, Heap, Purpose, Value, size};
-use crate::{DType, Result, format};
+use crate::{DType, Result, StoredTensor, format};
 use std::collections::BTreeMap;
 use std::path::Path;
 

@@ -5,9 +5,11 @@ use crate::crc32::{Stretch, Sums};
 use crate::error::{foreign, io_error};
 use crate::hf::pickle::{Heap, Value};
 use crate::hf::torch::{Saved, places, view};
-use crate::hf::{StoredTensor, checked_bytes, file_entry, open_weights};
+use crate::hf::{file_entry, open_weights};
 use crate::manifest::{FileEntry, check_coverage, check_file_name, check_tensor_name};
+use crate::recognize::DCP_INDEX;
 use crate::region::num_elements;
+use crate::stored_tensor::{StoredTensor, checked_bytes};
 use crate::{Checksum, Cut, DType, Error, Kind, Result, SliceEntry, TensorEntry};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -209,7 +211,7 @@ impl<'a> Reader<'a> {
     /// The file of an item, after checking that it holds the whole item.
     fn file(&mut self, place: &Place) -> Result<&File> {
         check_file_name(&place.file)
-            .map_err(|error| foreign(&self.folder.join(super::INDEX), error.to_string()))?;
+            .map_err(|error| foreign(&self.folder.join(DCP_INDEX), error.to_string()))?;
         let path = self.path(place);
         let is_open = matches!(&self.file, Some((name, _)) if *name == place.file);
         if !is_open {

@@ -1,13 +1,12 @@
 //! Checks of a checkpoint's files against its manifest, except for the slices themselves.
 
-use crate::error::Problem;
+use crate::error::{Damage, Problem};
 use crate::format;
 use crate::manifest::{FileEntry, Manifest};
-use crate::shard::METADATA;
-use crate::{Checksum, SliceEntry};
+use crate::{Checksum, Error, Result, SliceEntry};
 use safetensors::tensor::Metadata;
-use std::fs::File;
-use std::io::{self, Read};
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
@@ -27,6 +26,43 @@ pub(crate) fn slices_by_file(manifest: &Manifest) -> Vec<Vec<Place>> {
         }
     }
     places
+}
+
+/// The manifest of the checkpoint in a folder, where it is complete: the manifest is sound, its
+/// files have the right lengths, and those without tensors the right content.
+pub(crate) fn complete(folder: &Path) -> Result<Manifest> {
+    let manifest = Manifest::of_folder(folder)?;
+    let damaged = |damage| Error::damaged(folder, damage);
+    for file in &manifest.files {
+        check_length(folder, file).map_err(damaged)?;
+        if !format::is_tensor_file(&file.name) {
+            check_content(folder, file, &mut |_| ())
+                .map_err(|problem| damaged(Damage::of_file(&file.name, problem)))?;
+        }
+    }
+    Ok(manifest)
+}
+
+/// Checks that the file exists in full length.
+pub(crate) fn check_length(folder: &Path, entry: &FileEntry) -> Result<(), Damage> {
+    let damage = |problem| Damage::of_file(&entry.name, problem);
+    let found = match fs::metadata(folder.join(&entry.name)) {
+        Ok(metadata) if metadata.is_file() => metadata.len(),
+        Ok(_) => return Err(damage(Problem::Irregular)),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Err(damage(Problem::Missing)),
+        Err(error) => {
+            return Err(damage(Problem::Unreadable {
+                reason: error.to_string(),
+            }));
+        }
+    };
+    if found != entry.length {
+        return Err(damage(Problem::Length {
+            expected: entry.length,
+            found,
+        }));
+    }
+    Ok(())
 }
 
 /// Checks the content of a file against the manifest; `watch` sees the bytes, block by block.
@@ -72,7 +108,7 @@ pub(crate) fn check_header(
     file.read_exact_at(&mut header, 8).map_err(unreadable)?;
     let metadata: Metadata = serde_json::from_slice(&header)
         .map_err(|error| malformed(format!("the header is wrong: {error}")))?;
-    let [key, value] = METADATA;
+    let [key, value] = format::METADATA;
     let is_ours = metadata
         .metadata()
         .as_ref()

@@ -1,7 +1,6 @@
 //! What models of the known families consist of: their modules, and the sizes of these by the
 //! configuration.
 
-use super::family::architecture;
 use serde_json::Value;
 
 /// Whether the model of a configuration has something.
@@ -9,9 +8,9 @@ type When = fn(&Value) -> bool;
 
 /// The modules that every model of a family has, by full names.
 #[derive(Debug)]
-pub(super) struct Parts {
-    pub(super) outside: &'static [Module],
-    pub(super) stacks: &'static [Stack],
+pub(crate) struct Parts {
+    pub(crate) outside: &'static [Module],
+    pub(crate) stacks: &'static [Stack],
 }
 
 impl Parts {
@@ -41,21 +40,21 @@ impl Parts {
 
 /// Layers, one like the other.
 #[derive(Debug)]
-pub(super) struct Stack {
+pub(crate) struct Stack {
     /// The prefix before a layer's number.
-    pub(super) before: &'static str,
+    pub(crate) before: &'static str,
     /// Fields of the configuration that say how many there are; the first one that is stated
     /// counts.
-    pub(super) count: &'static [&'static str],
-    pub(super) has: When,
+    pub(crate) count: &'static [&'static str],
+    pub(crate) has: When,
     /// The modules of a layer, in groups: the prefix of their names within the layer, and the
     /// modules.
-    pub(super) layer: &'static [(&'static str, &'static [Module])],
+    pub(crate) layer: &'static [(&'static str, &'static [Module])],
 }
 
 /// A module with parameters.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Module {
+pub(crate) struct Module {
     name: &'static str,
     /// Suffix of its weight's name.
     weight: &'static str,
@@ -67,7 +66,7 @@ pub(super) struct Module {
 
 /// A size, by the configuration.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Size {
+pub(crate) enum Size {
     /// A size that it does not state.
     Any,
     /// A field.
@@ -91,13 +90,16 @@ use Size::{Any, Embedding, Field, Fused, Head, Inner, Keys, Queries, Width};
 
 const VOCAB: Size = Field("vocab_size");
 /// The sizes of an input embedding, and of a head.
-pub(super) const EMBEDDING: &[Size] = &[VOCAB, Embedding];
+pub(crate) const EMBEDDING: &[Size] = &[VOCAB, Embedding];
 
 const WIDTH: [&str; 3] = ["n_embd", "hidden_size", "d_model"];
 const INNER: [&str; 4] = ["n_inner", "intermediate_size", "ffn_dim", "d_ff"];
 const HEADS: [&str; 3] = ["num_attention_heads", "num_heads", "n_head"];
 const HEAD: [&str; 2] = ["head_dim", "d_kv"];
 const KEY_HEADS: [&str; 1] = ["num_key_value_heads"];
+
+/// Architectures with the head for pairs of sentences.
+pub(super) const PAIRS: &[&str] = &["BertForPreTraining", "BertForNextSentencePrediction"];
 
 /// The modules of an unknown family.
 pub(super) const UNKNOWN: Parts = Parts {
@@ -379,12 +381,12 @@ impl Module {
     }
 
     /// The name of the weight.
-    pub(super) fn weight(&self) -> String {
+    pub(crate) fn weight(&self) -> String {
         [self.name, self.weight].concat()
     }
 
     /// Names and sizes of this module's parameters in the configuration's model.
-    pub(super) fn parameters(&self, config: &Value) -> Vec<(String, &'static [Size])> {
+    pub(crate) fn parameters(&self, config: &Value) -> Vec<(String, &'static [Size])> {
         if !(self.has)(config) {
             return Vec::new();
         }
@@ -401,7 +403,7 @@ impl Size {
     ///
     /// # Errors
     /// What is wrong with a number in the configuration.
-    pub(super) fn of(self, config: &Value) -> Result<Option<usize>, String> {
+    pub(crate) fn of(self, config: &Value) -> Result<Option<usize>, String> {
         let width = number(config, &WIDTH)?;
         let times = |a: Option<usize>, b: Option<usize>| Some(a?.saturating_mul(b?));
         let heads = number(config, &HEADS)?;
@@ -433,7 +435,7 @@ impl Size {
     }
 
     /// The fields of the configuration that it depends on.
-    pub(super) fn fields(self) -> Vec<&'static str> {
+    pub(crate) fn fields(self) -> Vec<&'static str> {
         match self {
             Any => Vec::new(),
             Field(name) => vec![name],
@@ -473,7 +475,7 @@ impl Heads {
 ///
 /// # Errors
 /// A sentence about a value that is no number.
-pub(super) fn number(config: &Value, names: &[&str]) -> Result<Option<usize>, String> {
+pub(crate) fn number(config: &Value, names: &[&str]) -> Result<Option<usize>, String> {
     let stated = names.iter().find_map(|&name| {
         let value = config.get(name).filter(|value| !value.is_null())?;
         Some((name, value))
@@ -490,6 +492,11 @@ pub(super) fn number(config: &Value, names: &[&str]) -> Result<Option<usize>, St
             "`{name}` is {value}, expected a whole number from 1 on"
         )),
     }
+}
+
+/// The class of the configuration's model.
+pub(super) fn architecture(config: &Value) -> Option<&str> {
+    config.pointer("/architectures/0").and_then(Value::as_str)
 }
 
 fn always(_: &Value) -> bool {
@@ -560,7 +567,7 @@ fn predicts_words(config: &Value) -> bool {
 }
 
 fn predicts_pairs(config: &Value) -> bool {
-    architecture(config).is_some_and(|name| super::family::PAIRS.contains(&name))
+    architecture(config).is_some_and(|name| PAIRS.contains(&name))
 }
 
 /// Whether the model needs its pooler: a model may have one that no head reads.

@@ -1,15 +1,19 @@
 //! Recognizes folders and files by their names, and says how to use each.
 
-use super::has_weights;
-use crate::format;
+use crate::disk::read_small;
 use crate::format::CONFIG;
-use crate::locate::store_of;
-use crate::lora::ADAPTER_CONFIG;
+use crate::weight_files::has_weights;
+use crate::{Store, format};
 use std::fs;
 use std::path::Path;
 
+/// The name of the file that describes an adapter, in its folder and in a checkpoint.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
+/// The index of a folder of `torch.distributed.checkpoint`.
+pub(crate) const DCP_INDEX: &str = ".metadata";
+
 /// The message for a folder of torchtitan, whose models have names and rotary layouts of their own.
-pub(super) const TORCHTITAN: &str = "it is a checkpoint of torchtitan, whose names are not those of transformers: convert it with \
+pub(crate) const TORCHTITAN: &str = "it is a checkpoint of torchtitan, whose names are not those of transformers: convert it with \
      torchtitan's scripts/checkpoint_conversion/convert_to_hf.py, then use the Hugging Face folder";
 const DCP: &str = "it is a folder of torch.distributed.checkpoint: import it with `merak-ckpt import-dcp DIR DST --config config.json`";
 const SHARDED: &str = "it is a folder of torch.distributed.checkpoint in its safetensors format, each file with a part of each tensor: \
@@ -58,14 +62,14 @@ pub fn what_it_is(path: &Path) -> Option<&'static str> {
 }
 
 /// What this folder of a checkpoint or run of Merak is. Weights beside a manifest are a model's.
-pub(super) fn own(path: &Path) -> Option<&'static str> {
+pub(crate) fn own(path: &Path) -> Option<&'static str> {
     if has_weights(path) {
         return None;
     }
     if path.join(format::MANIFEST).is_file() {
         return Some(CHECKPOINT);
     }
-    let steps = store_of(path).steps().unwrap_or_default();
+    let steps = Store::within(path).steps().unwrap_or_default();
     (!steps.is_empty()).then_some(RUN)
 }
 
@@ -88,7 +92,7 @@ fn among(path: &Path, names: &[String]) -> Option<&'static str> {
         let rest = name.strip_prefix(start);
         rest.is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit()))
     };
-    if has(&|name| name == super::dcp::INDEX) {
+    if has(&|name| name == DCP_INDEX) {
         return Some(index(path));
     }
     if has(&|name| {
@@ -111,7 +115,7 @@ fn among(path: &Path, names: &[String]) -> Option<&'static str> {
     // A run's folder: the steps of torchtitan, or of a user's script.
     let mut steps = names
         .iter()
-        .filter(|name| path.join(name).join(super::dcp::INDEX).is_file());
+        .filter(|name| path.join(name).join(DCP_INDEX).is_file());
     if let Some(step) = steps.next() {
         return Some(match index(&path.join(step)) {
             DCP => {
@@ -172,10 +176,8 @@ fn file(path: &Path) -> Option<&'static str> {
 
 /// What the folder of this index is.
 fn index(folder: &Path) -> &'static str {
-    let path = folder.join(super::dcp::INDEX);
-    let bytes = crate::disk::read_small(&path, MAX_INDEX_BYTES)
-        .ok()
-        .flatten();
+    let path = folder.join(DCP_INDEX);
+    let bytes = read_small(&path, MAX_INDEX_BYTES).ok().flatten();
     let bytes = bytes.unwrap_or_default();
     let has = |text: &[u8]| contains(&bytes, text);
     if has(b"tok_embeddings.weight") && has(b".attention.wq.weight") {

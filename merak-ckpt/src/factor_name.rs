@@ -3,7 +3,7 @@
 use std::fmt;
 
 /// What PEFT puts before the names of a model's modules.
-pub(super) const PREFIX: &str = "base_model.model.";
+pub(crate) const PREFIX: &str = "base_model.model.";
 
 /// The name of an adapter's own parameter beside a layer of a model.
 ///
@@ -66,13 +66,13 @@ impl<'a> FactorName<'a> {
     }
 
     /// The name in PEFT's file.
-    pub(super) fn in_file(&self) -> String {
+    pub(crate) fn in_file(&self) -> String {
         let Self { layer, role, .. } = self;
         format!("{PREFIX}{layer}.{}{}", role.as_str(), role.end_in_file())
     }
 
     /// Layer and role of a name in PEFT's file after [`PREFIX`]; `None` for no factor.
-    pub(super) fn of_file(name: &str) -> Option<(&str, FactorRole)> {
+    pub(crate) fn of_file(name: &str) -> Option<(&str, FactorRole)> {
         FactorRole::ALL.into_iter().find_map(|role| {
             let stem = name.strip_suffix(role.end_in_file())?;
             let layer = stem.strip_suffix(role.as_str())?.strip_suffix('.')?;
@@ -82,7 +82,7 @@ impl<'a> FactorName<'a> {
 
     /// Whether a name, read or not, is that of an adapter's own parameter: kinds of adapters that
     /// are not read have other roles.
-    pub(super) fn is_of_adapter(name: &str) -> bool {
+    pub(crate) fn is_of_adapter(name: &str) -> bool {
         name.contains(".lora_")
     }
 }
@@ -104,7 +104,7 @@ impl FactorRole {
 
     /// Whether PEFT calls a factor's module so, in every adapter.
     #[cfg(feature = "graph")]
-    pub(super) fn is_name(name: &str) -> bool {
+    pub(crate) fn is_name(name: &str) -> bool {
         Self::ALL.into_iter().any(|role| role.as_str() == name)
     }
 
@@ -119,12 +119,12 @@ impl FactorRole {
     }
 
     /// Role and adapter, as in `lora_A.default`: PEFT's module for a factor of a linear layer.
-    pub(super) fn module(self, adapter: &str) -> String {
+    pub(crate) fn module(self, adapter: &str) -> String {
         format!("{}.{adapter}", self.as_str())
     }
 
     /// The name within the layer, as in `lora_A.default.weight`.
-    pub(super) fn in_layer(self, adapter: &str) -> String {
+    pub(crate) fn in_layer(self, adapter: &str) -> String {
         let end = match self {
             Self::A | Self::B | Self::Magnitude => ".weight",
             Self::EmbeddingA | Self::EmbeddingB => "",
@@ -142,7 +142,7 @@ impl FactorRole {
 
 /// PEFT's module for the dropout of a layer's inputs, within the layer. It has no parameters.
 #[cfg(feature = "graph")]
-pub(super) fn dropout_module(adapter: &str) -> String {
+pub(crate) fn dropout_module(adapter: &str) -> String {
     format!("lora_dropout.{adapter}")
 }
 

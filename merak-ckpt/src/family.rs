@@ -1,8 +1,11 @@
 //! What the files of each model family do not say: names that differ, tied weights, cuts.
 
-use super::parts::{self, Parts};
-use super::{StoredTensor, family_of};
-use crate::Cut;
+mod parts;
+
+pub(crate) use parts::{EMBEDDING, Heads, Module, Size, Stack, number};
+
+use crate::{Cut, StoredTensor};
+use parts::{PAIRS, Parts, architecture};
 use serde_json::Value;
 
 /// A family of models. Modules are named by the ends of their paths.
@@ -12,7 +15,7 @@ pub(crate) struct Family {
     /// Module of the model without its head; empty where names are the same with and without.
     prefix: &'static str,
     /// What every model has.
-    pub(super) parts: &'static Parts,
+    pub(crate) parts: &'static Parts,
     /// The output projection of a language model and what it may be tied to; none in other models.
     tie: Option<Tie>,
     /// Whether linear weights are stored `[in, out]`.
@@ -76,9 +79,6 @@ const ENCODER: Family = Family {
     rows: &["output.dense"],
     ..PLAIN
 };
-
-/// Architectures with the head for pairs of sentences.
-pub(super) const PAIRS: &[&str] = &["BertForPreTraining", "BertForNextSentencePrediction"];
 
 /// Name prefixes of classification heads.
 const TASK_HEADS: [&str; 4] = [
@@ -223,6 +223,11 @@ pub(crate) fn of(model_type: &str) -> Option<&'static Family> {
         .find(|family| family.model_types.contains(&model_type))
 }
 
+/// The family of a configuration's model, where it is known.
+pub(crate) fn family_of(config: &Value) -> Option<&'static Family> {
+    of(config.get("model_type")?.as_str()?)
+}
+
 impl Family {
     /// The head of a language model and the embedding.
     pub(crate) fn tie(&self, config: &Value) -> Option<&Tie> {
@@ -245,7 +250,7 @@ impl Family {
     }
 
     /// The bias of a head that the configuration names.
-    pub(super) fn head_bias(&self, config: &Value) -> Option<&'static str> {
+    pub(crate) fn head_bias(&self, config: &Value) -> Option<&'static str> {
         let tie = self.tie(config)?;
         let has_head = HEADED
             .iter()
@@ -255,7 +260,7 @@ impl Family {
     }
 
     /// Whether this is a table, which one layer may have alone.
-    pub(super) fn is_table(&self, name: &str) -> bool {
+    pub(crate) fn is_table(&self, name: &str) -> bool {
         let module = name.strip_suffix(".weight");
         module.is_some_and(|module| self.tables.iter().any(|end| module.ends_with(end)))
     }
@@ -326,7 +331,7 @@ impl Family {
     }
 
     /// Gives tensors the names of the model with its head.
-    pub(super) fn rename(&self, config: &Value, found: &mut [(String, StoredTensor)]) {
+    pub(crate) fn rename(&self, config: &Value, found: &mut [(String, StoredTensor)]) {
         for (alias, name) in self.aliases {
             if found.iter().all(|(_, tensor)| tensor.name != *name) {
                 let tensor = found.iter_mut().find(|(_, t)| t.name == *alias);
@@ -358,7 +363,7 @@ impl Family {
     }
 
     /// Whether files may have a tensor of this name that the configuration's model does not use.
-    pub(super) fn is_unused(&self, config: &Value, name: &str) -> bool {
+    pub(crate) fn is_unused(&self, config: &Value, name: &str) -> bool {
         let architecture = architecture(config);
         let mut all = self.unused.iter();
         all.any(|(end, users)| {
@@ -367,7 +372,7 @@ impl Family {
     }
 
     /// Whether some model of the family has a tensor of this name, or files of its models may.
-    pub(super) fn has_place_for(&self, config: &Value, name: &str) -> bool {
+    pub(crate) fn has_place_for(&self, config: &Value, name: &str) -> bool {
         let is_named = |name: &str| self.parts.has(name);
         let tie = self.tie.as_ref();
         let is_end = tie.is_some_and(|tie| {
@@ -388,7 +393,7 @@ impl Family {
     }
 
     /// Removes tensors that are no parameters of the model; their names go to `left_out`.
-    pub(super) fn leave_out(
+    pub(crate) fn leave_out(
         &self,
         config: &Value,
         found: &mut Vec<(String, StoredTensor)>,
@@ -411,11 +416,6 @@ impl Family {
             is_needed
         });
     }
-}
-
-/// The class of the configuration's model.
-pub(super) fn architecture(config: &Value) -> Option<&str> {
-    config.pointer("/architectures/0").and_then(Value::as_str)
 }
 
 /// Sets in a `config.json` whether head and embedding are tied. A field whose default follows from
