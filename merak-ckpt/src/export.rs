@@ -23,10 +23,11 @@ use std::path::Path;
 /// `.merak-tmp-NAME` beside its place; what a killed process left there is taken over.
 ///
 /// # Errors
-/// [`Error::AlreadyExists`] for a folder with content, [`Error::InUse`] for one that another
-/// process is writing, [`Error::Foreign`] where the checkpoint has no `config.json`,
-/// [`Error::InvalidOption`] for a type that is no floating-point type, [`Error::Damaged`] for a
-/// damaged checkpoint.
+/// [`Error::AlreadyExists`](crate::Error::AlreadyExists) for a folder with content,
+/// [`Error::InUse`](crate::Error::InUse) for one that another process is writing,
+/// [`Error::Foreign`](crate::Error::Foreign) where the checkpoint has no `config.json`,
+/// [`Error::InvalidOption`](crate::Error::InvalidOption) for a type that is no floating-point type,
+/// [`Error::Damaged`](crate::Error::Damaged) for a damaged checkpoint.
 pub fn export_hf(
     source: &Checkpoint,
     folder: impl AsRef<Path>,

@@ -16,7 +16,7 @@ impl Store {
     /// calls it.
     ///
     /// # Errors
-    /// [`Error::Io`] where the folder cannot be listed or changed.
+    /// [`Error::Io`](crate::Error::Io) where the folder cannot be listed or changed.
     pub fn rotate(&self, limit: i64, keep: &[u64]) -> Result<Vec<u64>> {
         let limit = usize::try_from(limit).ok();
         let limit = limit.filter(|&limit| limit > 0).unwrap_or(usize::MAX);
@@ -48,7 +48,7 @@ impl Store {
     /// rank calls it.
     ///
     /// # Errors
-    /// [`Error::Io`] where the folder cannot be listed or changed.
+    /// [`Error::Io`](crate::Error::Io) where the folder cannot be listed or changed.
     pub fn remove_later(&self, step: u64) -> Result<Vec<u64>> {
         let mut later = self.steps()?;
         later.retain(|&other| other > step);
@@ -72,7 +72,7 @@ impl Store {
     /// Here `latest` then names `step`. Returns the steps that moved.
     ///
     /// # Errors
-    /// [`Error::Io`] where one of the folders cannot be listed or changed.
+    /// [`Error::Io`](crate::Error::Io) where one of the folders cannot be listed or changed.
     pub fn move_later(&self, step: u64, to: &Self) -> Result<Vec<u64>> {
         let mut later = self.steps()?;
         later.retain(|&other| other > step);
