@@ -1,7 +1,29 @@
 //! What the members of a group must agree on when they call a collective.
 
-use crate::{Buffer, DType, Error, Rank, ReduceOp, Result, Sides, group::describe};
+use crate::{Buffer, DType, Error, Rank, Result, Sides, rank::describe_group};
 use std::{fmt, sync::Arc, time::Duration};
+
+/// The operation that joins the elements of several ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ReduceOp {
+    /// Addition, in ascending group rank: `((x0 + x1) + x2) + ...` in f32 for 16-bit floats.
+    /// Integers wrap around.
+    Sum,
+    /// The largest element; a NaN on any rank gives NaN.
+    Max,
+    /// The smallest element; a NaN on any rank gives NaN.
+    Min,
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+            Self::Min => "min",
+        })
+    }
+}
 
 /// Which collective is called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -113,7 +135,7 @@ pub(crate) fn compare<T: Ord>(
         return Ok(());
     };
     Err(Error::Mismatch {
-        group: describe(name, members),
+        group: describe_group(name, members),
         sequence,
         first: first.0,
         first_call: text(right),

@@ -1,34 +1,12 @@
 //! What every engine offers to the members of a group.
 
-use crate::{Buffer, Call, DType, Rank, Result};
+use crate::{Buffer, Call, DType, Rank, ReduceOp, Result};
 use std::{
     fmt,
     sync::Arc,
     thread,
     time::{Duration, Instant},
 };
-
-/// The operation that joins the elements of several ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum ReduceOp {
-    /// Addition, in ascending group rank: `((x0 + x1) + x2) + ...` in f32 for 16-bit floats.
-    /// Integers wrap around.
-    Sum,
-    /// The largest element; a NaN on any rank gives NaN.
-    Max,
-    /// The smallest element; a NaN on any rank gives NaN.
-    Min,
-}
-
-impl fmt::Display for ReduceOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Sum => "sum",
-            Self::Max => "max",
-            Self::Min => "min",
-        })
-    }
-}
 
 /// One tensor of a point-to-point [`Message`]: its shape travels with it.
 #[derive(Debug)]

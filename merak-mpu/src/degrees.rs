@@ -1,6 +1,6 @@
 //! The four parallel degrees.
 
-use crate::{Axis, Error, Result};
+use crate::Axis;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -52,43 +52,6 @@ impl Degrees {
             Axis::Sequence => self.sp,
             Axis::Tensor => self.tp,
         }
-    }
-
-    /// Checks that every degree is at least 1.
-    ///
-    /// # Errors
-    /// [`Error::ZeroDegree`] otherwise.
-    pub fn check(&self) -> Result<()> {
-        match Axis::ALL.into_iter().find(|&axis| self.get(axis) == 0) {
-            Some(axis) => Err(Error::ZeroDegree { axis }),
-            None => Ok(()),
-        }
-    }
-
-    /// Checks that every degree is at least 1 and that they multiply to `world_size`.
-    ///
-    /// # Errors
-    /// [`Error::ZeroDegree`] or [`Error::WorldSize`], which names the closest degrees that fit.
-    ///
-    /// ```
-    /// use merak_mpu::Degrees;
-    /// let error = Degrees { dp: 2, tp: 2, pp: 2, sp: 1 }.check_world(4).unwrap_err();
-    /// assert_eq!(
-    ///     error.to_string(),
-    ///     "dp 2 x tp 2 x pp 2 x sp 1 = 8, but the world has 4 ranks; \
-    ///      nearest that fits: dp 1 x tp 2 x pp 2 x sp 1",
-    /// );
-    /// ```
-    pub fn check_world(&self, world_size: usize) -> Result<()> {
-        self.check()?;
-        if self.world_size() == world_size {
-            return Ok(());
-        }
-        Err(Error::WorldSize {
-            degrees: *self,
-            world_size,
-            nearest: self.nearest(world_size),
-        })
     }
 
     /// The degrees of `world_size` ranks that change the fewest of these, by the smallest factor,
@@ -194,16 +157,5 @@ mod tests {
             assert_eq!(asked.nearest(world), Some(expected), "{asked} in {world}");
         }
         assert_eq!(degrees(1, 1, 1, 1).nearest(0), None);
-    }
-
-    #[test]
-    fn a_zero_degree_is_named() {
-        let error = degrees(1, 0, 1, 1).check().unwrap_err();
-        assert_eq!(error.to_string(), "tp is 0, but a degree is at least 1");
-    }
-
-    #[test]
-    fn a_product_too_large_for_a_number_is_still_an_error() {
-        assert!(degrees(usize::MAX, 2, 2, 1).check_world(4).is_err());
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     Buffer, Call, Communicator, Element, Engine, Error, Message, Packet, Pending, Rank, ReduceOp,
-    Result, Started, Turn, into_vec, member::join_group,
+    Result, Started, Turn, into_vec, rank::describe_group,
 };
 use std::{ops::Range, sync::Arc};
 
@@ -36,16 +36,31 @@ pub struct Group {
 }
 
 impl Group {
-    pub(crate) fn new(
-        name: &str,
-        communicator: Arc<dyn Communicator>,
-        engine: Arc<dyn Engine>,
-    ) -> Self {
-        Self {
+    /// Joins a group through an engine's handle, after a check of the members.
+    pub(crate) fn join(engine: &Arc<dyn Engine>, name: &str, members: &[Rank]) -> Result<Self> {
+        let bad = |reason: &str| Error::BadGroup {
+            name: name.to_owned(),
+            members: members.iter().map(|rank| rank.0).collect(),
+            reason: reason.to_owned(),
+        };
+        if !members.is_sorted_by(|a, b| a < b) {
+            return Err(bad("members must ascend"));
+        }
+        if members
+            .last()
+            .is_some_and(|last| last.0 >= engine.world_size())
+        {
+            return Err(bad(&format!("the world has {} ranks", engine.world_size())));
+        }
+        if !members.contains(&engine.rank()) {
+            return Err(bad(&format!("rank {} is not among them", engine.rank())));
+        }
+        let communicator = engine.communicator(name, members)?;
+        Ok(Self {
             name: name.into(),
             communicator,
-            engine,
-        }
+            engine: Arc::clone(engine),
+        })
     }
 
     /// The name, as in `tensor`.
@@ -94,7 +109,7 @@ impl Group {
             .filter(|(_, other)| *other == color)
             .map(|(rank, _)| *rank)
             .collect();
-        join_group(&self.engine, &format!("{}/{color}", self.name), &members)
+        Self::join(&self.engine, &format!("{}/{color}", self.name), &members)
     }
 
     /// Reduces `[L]` element by element; every member gets the `[L]` result in its own buffer.
@@ -356,7 +371,7 @@ impl Group {
         }
         Err(Error::NoSuchRank {
             rank,
-            group: describe(&self.name, self.members()),
+            group: describe_group(&self.name, self.members()),
             size: self.world_size(),
         })
     }
@@ -520,40 +535,4 @@ fn split<T: Element>(mut joined: &[T], lengths: &[usize]) -> Vec<Vec<T>> {
 
 fn signed(length: usize) -> i64 {
     i64::try_from(length).expect("memory is shorter than i64::MAX bytes")
-}
-
-/// Most members that messages name one by one.
-const MOST_NAMED: usize = 16;
-
-/// A group as messages name it: `tensor [0, 1]`, `world [0-1023]`, `data [0, 8, 16, .., 1016]`.
-pub(crate) fn describe(name: &str, members: &[Rank]) -> String {
-    match members {
-        [first, .., last] if members.len() > MOST_NAMED => {
-            if last.0 - first.0 + 1 == members.len() {
-                format!("{name} [{first}-{last}]")
-            } else {
-                let [second, third] = [members[1], members[2]];
-                format!("{name} [{first}, {second}, {third}, .., {last}]")
-            }
-        }
-        _ => format!("{name} {members:?}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_large_group_is_named_in_few_words() {
-        let group = |members: Vec<usize>| {
-            let members: Vec<_> = members.into_iter().map(Rank).collect();
-            describe("data", &members)
-        };
-        assert_eq!(group(vec![3]), "data [3]");
-        assert_eq!(group(vec![0, 2, 4]), "data [0, 2, 4]");
-        assert_eq!(group((8..1024).collect()), "data [8-1023]");
-        let every_eighth = (0..1024).step_by(8).collect();
-        assert_eq!(group(every_eighth), "data [0, 8, 16, .., 1016]");
-    }
 }

@@ -95,6 +95,7 @@ mod communicator;
 mod control;
 mod degrees;
 mod dtype;
+mod engine;
 mod error;
 mod fold;
 mod group;
@@ -133,17 +134,18 @@ mod wrapped;
 
 pub use axis::{Axis, Coord};
 pub use buffer::{Buffer, Memory, StepRange, copy_parts, into_vec, put_parts, zeros};
-pub use call::Call;
-pub use communicator::{Communicator, Message, Packet, Pending, ReduceOp, Started, Turn};
+pub use call::{Call, ReduceOp};
+pub use communicator::{Communicator, Message, Packet, Pending, Started, Turn};
 pub use degrees::{Degrees, divisors};
 pub use dtype::{DType, Element};
+pub use engine::{Engine, Failure, Locality};
 pub use error::{Error, Result};
 pub use group::Group;
 pub use launch::{
     BadHostList, Built, ChosenEngine, EngineKind, HostList, InitOptions, Launch, LaunchVariables,
     Launcher, init,
 };
-pub use member::{Engine, Failure, Locality, Member};
+pub use member::Member;
 pub use mpu::{EMBEDDING, Mpu};
 pub use pages::zeroed;
 pub use rank::{Rank, Wait};

@@ -104,6 +104,24 @@ impl fmt::Display for Wait {
 /// The most missing ranks that a message lists.
 const MOST_NAMED: usize = 32;
 
+/// Most members that messages name one by one.
+const MOST_MEMBERS: usize = 16;
+
+/// A group as messages name it: `tensor [0, 1]`, `world [0-1023]`, `data [0, 8, 16, .., 1016]`.
+pub(crate) fn describe_group(name: &str, members: &[Rank]) -> String {
+    match members {
+        [first, .., last] if members.len() > MOST_MEMBERS => {
+            if last.0 - first.0 + 1 == members.len() {
+                format!("{name} [{first}-{last}]")
+            } else {
+                let [second, third] = [members[1], members[2]];
+                format!("{name} [{first}, {second}, {third}, .., {last}]")
+            }
+        }
+        _ => format!("{name} {members:?}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -119,5 +137,18 @@ mod tests {
         };
         let shown = wait.to_string();
         assert!(shown.ends_with("31, 32] and 967 more"), "{shown}");
+    }
+
+    #[test]
+    fn a_large_group_is_named_in_few_words() {
+        let group = |members: Vec<usize>| {
+            let members: Vec<_> = members.into_iter().map(Rank).collect();
+            describe_group("data", &members)
+        };
+        assert_eq!(group(vec![3]), "data [3]");
+        assert_eq!(group(vec![0, 2, 4]), "data [0, 2, 4]");
+        assert_eq!(group((8..1024).collect()), "data [8-1023]");
+        let every_eighth = (0..1024).step_by(8).collect();
+        assert_eq!(group(every_eighth), "data [0, 8, 16, .., 1016]");
     }
 }

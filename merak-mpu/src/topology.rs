@@ -2,6 +2,45 @@
 
 use crate::{Axis, Coord, Degrees, Error, Rank, Result};
 
+impl Degrees {
+    /// Checks that every degree is at least 1.
+    ///
+    /// # Errors
+    /// [`Error::ZeroDegree`] otherwise.
+    pub fn check(&self) -> Result<()> {
+        match Axis::ALL.into_iter().find(|&axis| self.get(axis) == 0) {
+            Some(axis) => Err(Error::ZeroDegree { axis }),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that every degree is at least 1 and that they multiply to `world_size`.
+    ///
+    /// # Errors
+    /// [`Error::ZeroDegree`] or [`Error::WorldSize`], which names the closest degrees that fit.
+    ///
+    /// ```
+    /// use merak_mpu::Degrees;
+    /// let error = Degrees { dp: 2, tp: 2, pp: 2, sp: 1 }.check_world(4).unwrap_err();
+    /// assert_eq!(
+    ///     error.to_string(),
+    ///     "dp 2 x tp 2 x pp 2 x sp 1 = 8, but the world has 4 ranks; \
+    ///      nearest that fits: dp 1 x tp 2 x pp 2 x sp 1",
+    /// );
+    /// ```
+    pub fn check_world(&self, world_size: usize) -> Result<()> {
+        self.check()?;
+        if self.world_size() == world_size {
+            return Ok(());
+        }
+        Err(Error::WorldSize {
+            degrees: *self,
+            world_size,
+            nearest: self.nearest(world_size),
+        })
+    }
+}
+
 crate::named_enum! {
     /// A kind of group: its instances cover the world, and each rank is in one of them. Every rank
     /// creates the kinds in this order.
@@ -448,5 +487,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_zero_degree_is_named() {
+        let error = Degrees {
+            tp: 0,
+            ..Degrees::default()
+        }
+        .check()
+        .unwrap_err();
+        assert_eq!(error.to_string(), "tp is 0, but a degree is at least 1");
+    }
+
+    #[test]
+    fn a_product_too_large_for_a_number_is_still_an_error() {
+        let degrees = Degrees {
+            dp: usize::MAX,
+            tp: 2,
+            pp: 2,
+            sp: 1,
+        };
+        assert!(degrees.check_world(4).is_err());
     }
 }

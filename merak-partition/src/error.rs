@@ -1,5 +1,6 @@
 //! What can go wrong when a model is cut into stages.
 
+use crate::limits::MAX_COST;
 use merak_mpu::names::did_you_mean;
 
 /// The result of an operation of this crate.
@@ -90,7 +91,7 @@ pub enum Error {
         found: usize,
     },
     /// An invalid time of a segment.
-    #[error("the {what} cost of segment {segment} is {found:?}, expected a number from 0 to {max:e}", max = crate::search::MAX_COST)]
+    #[error("the {what} cost of segment {segment} is {found:?}, expected a number from 0 to {max:e}", max = MAX_COST)]
     NotACost {
         /// `forward` or `backward`.
         what: &'static str,
@@ -100,7 +101,7 @@ pub enum Error {
         found: f64,
     },
     /// An invalid time of a message.
-    #[error("the communication cost is {found:?}, expected a number from 0 to {max:e}", max = crate::search::MAX_COST)]
+    #[error("the communication cost is {found:?}, expected a number from 0 to {max:e}", max = MAX_COST)]
     NotACommCost {
         /// The cost.
         found: f64,

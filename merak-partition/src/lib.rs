@@ -77,6 +77,7 @@ mod borders;
 mod cluster;
 mod costs;
 mod error;
+mod limits;
 mod memory;
 mod method;
 mod partition;

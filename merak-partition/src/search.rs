@@ -15,14 +15,9 @@ pub use scheduled::{Scheduled, lay_out};
 pub use step_time::{OneFOneB, StepTime};
 
 use crate::{Error, Result};
+use merak_pipe::Size;
 use serde::Serialize;
 use std::fmt;
-
-/// The largest cost: sums over all segments and microbatches stay finite.
-pub(crate) const MAX_COST: f64 = 1e100;
-
-/// Most pairs of a stage and a microbatch of a simulated step: its tables stay within a few GiB.
-const MAX_MICROBATCHES_TIMES_STAGES: usize = 1 << 26;
 
 /// Checks what a search assumes of its objective.
 ///
@@ -30,7 +25,7 @@ const MAX_MICROBATCHES_TIMES_STAGES: usize = 1 << 26;
 /// [`Error::Microbatches`], and those of [`StepTime::check`].
 fn check_objective(objective: &impl StepTime, num_stages: usize) -> Result<()> {
     let found = objective.num_microbatches();
-    let most = MAX_MICROBATCHES_TIMES_STAGES / num_stages.max(1);
+    let most = Size::MAX_MICROBATCHES_TIMES_STAGES / num_stages.max(1);
     if !(1..=most).contains(&found) {
         return Err(Error::Microbatches {
             found,
@@ -39,11 +34,6 @@ fn check_objective(objective: &impl StepTime, num_stages: usize) -> Result<()> {
         });
     }
     objective.check()
-}
-
-/// Whether a number can be the time of something.
-fn is_cost(found: f64) -> bool {
-    (0.0..=MAX_COST).contains(&found)
 }
 
 /// The partition that a search found.

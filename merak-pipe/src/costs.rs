@@ -1,6 +1,8 @@
 //! What actions and messages cost.
 
-use crate::{Action, Error, Kind, Result, Schedule, Size, Span, Timeline};
+use crate::{
+    Action, Error, Figure, Kind, Result, Schedule, Size, Span, Timeline, limits::MAX_COST,
+};
 use serde::{Serialize, Serializer, ser::SerializeMap};
 use std::{collections::BTreeSet, fmt, str::FromStr};
 
@@ -355,49 +357,6 @@ impl fmt::Display for Costs {
     }
 }
 
-/// A number for people: with four digits after the point at most, and of a number below 1 with
-/// four that are not leading zeros; one that has many zeros with an exponent.
-///
-/// ```
-/// use merak_pipe::Figure;
-/// let numbers = [0.0, 12.5, 59.76666630000001, 3.0000000000000013, 0.0012345678, 1e-320, 2e22];
-/// let texts = numbers.map(|number| Figure(number).to_string());
-/// assert_eq!(texts, ["0", "12.5", "59.7667", "3", "0.001235", "1e-320", "2e22"]);
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Figure(pub f64);
-
-impl fmt::Display for Figure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(number) = *self;
-        if !has_few_zeros(number) {
-            return f.write_str(&exact(number));
-        }
-        let power = number.abs().log10().floor();
-        let digits = if power < 0.0 { 3.0 - power } else { 4.0 };
-        let digits = if number == 0.0 { 0 } else { digits as usize };
-        let text = format!("{number:.digits$}");
-        if text.contains('.') {
-            f.write_str(text.trim_end_matches('0').trim_end_matches('.'))
-        } else {
-            f.write_str(&text)
-        }
-    }
-}
-
-fn has_few_zeros(number: f64) -> bool {
-    number == 0.0 || (1e-5..1e16).contains(&number.abs())
-}
-
-/// A number as it is, without a point where it is whole; one that has many zeros with an exponent.
-pub(crate) fn exact(number: f64) -> String {
-    if has_few_zeros(number) {
-        format!("{number}")
-    } else {
-        format!("{number:e}")
-    }
-}
-
 impl Serialize for Costs {
     /// One number for a cost that is the same everywhere, a list otherwise.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -490,9 +449,6 @@ pub(crate) fn fill<T: Clone>(
     }
     Ok(())
 }
-
-/// The largest cost: sums over the largest schedule stay finite and exact to a few digits.
-pub(crate) const MAX_COST: f64 = 1e15;
 
 fn check(key: char, found: f64) -> Result<()> {
     if key == 'O' && !(0.0..=1.0).contains(&found) {

@@ -1,6 +1,10 @@
 //! What can go wrong with a schedule and while one runs.
 
-use crate::{Action, MicrobatchId, Pair, StageId, Tag, costs::exact};
+use crate::{
+    Action, MicrobatchId, Pair, StageId, Tag,
+    figure::exact,
+    limits::{LEAST_CORES, MAX_COST},
+};
 use std::time::Duration;
 
 /// The result of an operation of this crate.
@@ -134,7 +138,7 @@ pub enum Error {
         found: usize,
     },
     /// Ranks cannot run on that many cores.
-    #[error("ranks share {least} cores or more, found {}", exact(*found), least = crate::simulate::LEAST_CORES)]
+    #[error("ranks share {least} cores or more, found {}", exact(*found), least = LEAST_CORES)]
     Cores {
         /// The number.
         found: f64,
@@ -309,7 +313,7 @@ pub enum Error {
         found: f64,
     },
     /// A cost is negative, not a number or too large to be added up.
-    #[error("the cost {key} must be from 0 to {max:e}, found {}", exact(*found), max = crate::costs::MAX_COST)]
+    #[error("the cost {key} must be from 0 to {max:e}, found {}", exact(*found), max = MAX_COST)]
     CostValue {
         /// Letter of the cost.
         key: char,

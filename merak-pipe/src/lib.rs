@@ -85,11 +85,14 @@ mod costs;
 mod dataflow;
 mod engine;
 mod error;
+mod figure;
 mod generate;
 mod instruction;
 mod kind;
+mod limits;
 mod lower;
 mod memory;
+mod parse;
 mod render;
 mod rounds;
 mod schedule;
@@ -105,7 +108,7 @@ mod validate;
 
 pub use action::{Action, Kind, MicrobatchId, Pair, StageId, Tag};
 pub use auto::{Auto, AutoLimits, ByteLimits, Stopped, auto};
-pub use costs::{Costs, Figure, UnitCosts};
+pub use costs::{Costs, UnitCosts};
 #[cfg(feature = "mpu")]
 pub use engine::GroupLink;
 pub use engine::{
@@ -113,6 +116,7 @@ pub use engine::{
     compare_with_unpipelined, panic_message, run, run_threads, run_threads_until, threads,
 };
 pub use error::{BoxError, Error, Result, Violation};
+pub use figure::Figure;
 pub use instruction::{Instruction, Slot};
 pub use kind::ScheduleKind;
 pub use memory::{ActivationBytes, PeakBytes, StageBytes, rank_peak_bytes};

@@ -1,6 +1,6 @@
 //! The schedule: every action of every rank, in order.
 
-use crate::{Action, Error, Kind, MicrobatchId, Pair, Result, StageId, action::Cell, generate};
+use crate::{Action, Error, Kind, MicrobatchId, Pair, Result, StageId, action::Cell};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeSet, fmt::Write as _};
 
@@ -21,6 +21,12 @@ pub struct Size {
 }
 
 impl Size {
+    /// Most ranks, chunks or microbatches of a schedule.
+    const MAX_COUNT: usize = 1 << 24;
+
+    /// Most pairs of a stage and a microbatch: tables over them stay within a few GiB.
+    pub const MAX_MICROBATCHES_TIMES_STAGES: usize = 1 << 26;
+
     /// A pipeline with one stage per rank.
     pub const fn new(ranks: usize, microbatches: usize) -> Self {
         Self {
@@ -53,30 +59,25 @@ impl Size {
             ("chunks", self.chunks),
         ];
         for (what, found) in counts {
-            if !(1..=MAX_COUNT).contains(&found) {
+            if !(1..=Self::MAX_COUNT).contains(&found) {
                 return Err(Error::Count {
                     what,
-                    max: MAX_COUNT,
+                    max: Self::MAX_COUNT,
                     found,
                 });
             }
         }
         let actions = self.stages().saturating_mul(self.microbatches);
-        if actions > MAX_MICROBATCHES_TIMES_STAGES {
+        if actions > Self::MAX_MICROBATCHES_TIMES_STAGES {
             return Err(Error::Count {
                 what: "stages times microbatches",
-                max: MAX_MICROBATCHES_TIMES_STAGES,
+                max: Self::MAX_MICROBATCHES_TIMES_STAGES,
                 found: actions,
             });
         }
         Ok(())
     }
 }
-
-/// Most ranks, chunks or microbatches of a schedule.
-const MAX_COUNT: usize = 1 << 24;
-/// Most pairs of a stage and a microbatch: tables over them stay within a few GiB.
-const MAX_MICROBATCHES_TIMES_STAGES: usize = 1 << 26;
 
 /// How the two directions of one hop are written in the instruction stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -178,28 +179,6 @@ impl Schedule {
     pub fn is_forward_only(&self) -> bool {
         let mut actions = self.actions.iter().flatten();
         actions.all(|action| action.kind == Kind::Forward)
-    }
-
-    /// Forwards alone of `microbatches` over the same stages on the same ranks, for evaluation and
-    /// generation.
-    ///
-    /// # Errors
-    /// As [`Schedule::placement`].
-    ///
-    /// ```
-    /// use merak_pipe::{ScheduleKind, Size};
-    /// let schedule = ScheduleKind::ZbV.generate(Size::new(2, 4).with_chunks(2))?;
-    /// assert_eq!(schedule.forwards(2)?.to_csv(), "0F0,0F1,3F0,3F1\n1F0,1F1,2F0,2F1\n");
-    /// # Ok::<(), merak_pipe::Error>(())
-    /// ```
-    pub fn forwards(&self, microbatches: usize) -> Result<Self> {
-        let placement = self.placement()?;
-        let size = Size {
-            microbatches,
-            ..self.size
-        };
-        size.check()?;
-        Ok(generate::inference(size, &placement))
     }
 
     /// For each stage the most microbatches at once between their forward and the end of their

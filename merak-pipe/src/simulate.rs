@@ -6,6 +6,7 @@ use crate::{
     Action, Costs, Error, Kind, Result, Schedule, Span, Tag, Timeline,
     action::Cell,
     dataflow::{self, Slots, Visit},
+    limits::LEAST_CORES,
     validate,
 };
 
@@ -109,9 +110,6 @@ pub fn simulate_on(schedule: &Schedule, costs: &Costs, cores: f64) -> Result<Sim
         timeline,
     })
 }
-
-/// The smallest number of cores: times stay finite, and exact to a few digits.
-pub(crate) const LEAST_CORES: f64 = 1e-6;
 
 struct Clock<'a> {
     schedule: &'a Schedule,

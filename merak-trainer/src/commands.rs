@@ -20,6 +20,7 @@ mod failure;
 #[cfg(test)]
 mod fuzz;
 mod keys;
+mod launched;
 mod model;
 mod output;
 mod planned;

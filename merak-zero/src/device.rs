@@ -1,14 +1,11 @@
 //! Steps on buffers in the memory of a device, without a detour through host memory.
 
 use crate::{
-    Error, FlatLayout, OptimizerConfig, OptimizerKind, Result, average, flat, layout::Extent,
-    mapped::Floats, state::OwnedState,
+    DeviceError, Error, FlatLayout, OptimizerConfig, OptimizerKind, Result, average, flat,
+    layout::Extent, mapped::Floats, state::OwnedState,
 };
 use merak_mpu::{Buffer, StepRange};
 use std::{fmt, ops::Range, sync::Arc};
-
-/// An error of a device.
-pub type DeviceError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The arithmetic of a step on buffers in the memory of a device.
 ///

@@ -1,11 +1,13 @@
 //! What can go wrong with an optimizer.
 
-use crate::DeviceError;
 use merak_mpu::DType;
 use std::{fmt, io, path::PathBuf};
 
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of a device.
+pub type DeviceError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A setting that cannot be used, a buffer that does not fit, or a failed group.
 #[derive(Debug, thiserror::Error)]

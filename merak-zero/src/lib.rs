@@ -135,6 +135,7 @@ mod layout;
 mod learning_rate;
 mod loss_scaler;
 mod mapped;
+mod memory;
 mod norm;
 mod optimizer;
 mod params;
@@ -152,8 +153,8 @@ mod zero_optimizer;
 
 pub use average::EMA;
 pub use blocks::{Block, NORM_BLOCK, sum_of_squares};
-pub use device::{DeviceError, Step, StepDevice};
-pub use error::{Error, Result};
+pub use device::{Step, StepDevice};
+pub use error::{DeviceError, Error, Result};
 pub use gathering::{Arrivals, Gatherer, PendingBucket};
 pub use layout::{Bucket, FlatLayout, Part};
 pub use learning_rate::{
@@ -161,6 +162,7 @@ pub use learning_rate::{
 };
 pub use loss_scaler::{DynamicScaling, LossScaler, LossScaling, ScalerState};
 pub use mapped::MappedFloats;
+pub use memory::{ElementBytes, ExchangeBytes, KeptBytes, MostOwned};
 pub use norm::{GradNorm, sums_of_squares};
 pub use optimizer::{
     AdamStep, LionStep, OptimizerConfig, OptimizerKind, SgdStep, StateKind, adam_update,
@@ -172,7 +174,7 @@ pub use stage::ZeroStage;
 pub use state::{OwnedState, StateSlice};
 pub use tensors::TensorOptimizer;
 pub use update_rule::{RuleStep, UpdateRule};
-pub use zero_config::{ElementBytes, ExchangeBytes, KeptBytes, MostOwned, ZeroConfig, ZeroGroups};
+pub use zero_config::{ZeroConfig, ZeroGroups};
 pub use zero_optimizer::{StepCounts, UpdateReport, ZeroOptimizer};
 
 #[cfg(doctest)]

@@ -10,9 +10,9 @@ use crate::{
     bell::lock,
     call::{Call, Fingerprint, compare},
     fold,
-    group::describe,
     mailbox::Mailbox,
     pages::zeroed,
+    rank::describe_group,
 };
 use std::{
     ops::Range,
@@ -42,7 +42,7 @@ impl GroupState {
     }
 
     pub(super) fn describe(&self) -> String {
-        describe(&self.key.0, self.members())
+        describe_group(&self.key.0, self.members())
     }
 
     /// The group rank of a world rank.

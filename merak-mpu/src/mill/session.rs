@@ -298,7 +298,7 @@ impl Engine for ProcessRank {
         let group = self.0.groups.make(name, members, self.rank());
         let group = group.ok_or_else(|| Error::NoSuchRank {
             rank: self.rank().0,
-            group: crate::group::describe(name, members),
+            group: crate::rank::describe_group(name, members),
             size: members.len(),
         })?;
         Ok(Arc::new(Handle::new(Arc::clone(&self.0), group)))

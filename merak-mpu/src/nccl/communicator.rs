@@ -13,7 +13,7 @@ use crate::{
     Buffer, Communicator, DType, Error, Message, Packet, Pending, Rank, Result, Started, Turn,
     Wait,
     call::{Call, Fingerprint},
-    group::describe,
+    rank::describe_group,
 };
 use std::{
     fmt,
@@ -89,7 +89,7 @@ impl Handle {
                 let describe = || Wait {
                     rank: core.inner.rank(),
                     op: call.name().to_owned(),
-                    group: describe(&crew.name, crew.members()),
+                    group: describe_group(&crew.name, crew.members()),
                     sequence,
                     missing: Vec::new(),
                 };
@@ -315,7 +315,7 @@ impl Handle {
                 let describe = || Wait {
                     rank: core.inner.rank(),
                     op: format!("recv(tag {tag})"),
-                    group: describe(&crew.name, crew.members()),
+                    group: describe_group(&crew.name, crew.members()),
                     sequence: 0,
                     missing: vec![crew.members()[from]],
                 };
@@ -335,7 +335,7 @@ impl Handle {
 
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let group = describe(&self.crew.name, self.crew.members());
+        let group = describe_group(&self.crew.name, self.crew.members());
         write!(f, "member {} of {group}", self.crew.me())
     }
 }

@@ -10,8 +10,8 @@ use crate::{
     Buffer, Communicator, Error, Message, Pending, Rank, Result, Started, Turn, Wait,
     bell::{Bell, lock},
     call::{self, Call, Fingerprint, grace},
-    group::describe,
     mailbox::Mailbox,
+    rank::describe_group,
 };
 use std::{
     collections::BTreeMap,
@@ -124,7 +124,7 @@ impl Seat {
     }
 
     fn describe_group(&self) -> String {
-        describe(&self.group.name, &self.group.members)
+        describe_group(&self.group.name, &self.group.members)
     }
 
     /// Fails the world when members call different operations.

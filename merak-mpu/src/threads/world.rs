@@ -155,7 +155,7 @@ impl Engine for Rank {
             .position(|&member| member == self.number)
             .ok_or_else(|| Error::NoSuchRank {
                 rank: self.number,
-                group: crate::group::describe(name, members),
+                group: crate::rank::describe_group(name, members),
                 size: members.len(),
             })?;
         let mut groups = lock(&self.world.groups);

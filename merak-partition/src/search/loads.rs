@@ -1,7 +1,6 @@
 //! Times of segments and stages.
 
-use super::is_cost;
-use crate::{Error, Result, Segments};
+use crate::{Error, Result, Segments, limits::is_cost};
 use merak_trace::{Graph, op::Cost};
 use std::ops::Range;
 

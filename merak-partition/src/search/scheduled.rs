@@ -2,11 +2,11 @@
 
 use super::{
     Found, RankMemory, SegmentCosts, StageLoad, StepTime, Stopped, autopipe, autopipe::most_tried,
-    is_cost,
 };
 use crate::{
     Error, Result,
     costs::{PhaseCosts, of_stages},
+    limits::is_cost,
 };
 use merak_pipe::{Costs, Schedule, simulate_on};
 

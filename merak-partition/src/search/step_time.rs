@@ -1,7 +1,7 @@
 //! How long a step of a partition takes.
 
-use super::{StageLoad, is_cost};
-use crate::{Error, Result};
+use super::StageLoad;
+use crate::{Error, Result, limits::is_cost};
 
 /// The objective that a search minimises.
 pub trait StepTime {

@@ -1,6 +1,6 @@
 //! How a command ends when it does not succeed.
 
-use super::launch::{self, RankFailed};
+use super::launched;
 use merak_ckpt::cli;
 use merak_mpu::{Error as GroupError, Launch};
 use merak_trainer::{Error as RunError, Teller, chain, metrics::Screen};
@@ -12,6 +12,26 @@ pub(crate) struct Failure(pub(crate) Box<dyn Error + Send + Sync>);
 
 /// How a command ended.
 pub(crate) type Outcome = Result<ExitCode, Failure>;
+
+/// A rank that `merak launch` has started and that has ended the run.
+#[derive(Debug, thiserror::Error)]
+#[error("rank {rank} {how}{}", after(*restarts))]
+pub(crate) struct RankFailed {
+    pub(crate) rank: usize,
+    /// As in `ended with status 1`.
+    pub(crate) how: String,
+    pub(crate) restarts: u32,
+    /// The status of the rank, which is the command's.
+    pub(crate) status: u8,
+}
+
+fn after(restarts: u32) -> String {
+    match restarts {
+        0 => String::new(),
+        1 => ", after 1 restart".to_owned(),
+        restarts => format!(", after {restarts} restarts"),
+    }
+}
 
 /// How long a rank that leaves a message to another goes on: a launcher ends all ranks as soon as
 /// one has ended.
@@ -27,7 +47,7 @@ pub(crate) fn rank_0_tells(launch: &Launch) -> bool {
     if launch.rank == 0 {
         return false;
     }
-    let tells = launch::has_started(launch);
+    let tells = launched::has_started(launch);
     if !tells {
         thread::sleep(HEAD_START);
     }
@@ -46,7 +66,7 @@ pub(crate) fn rank_0_tells_alone() -> bool {
 /// Whether `merak launch` has started this process as another rank than the first, which prints the
 /// same. Under another launcher each process may be on a host of its own, and answers for it.
 pub(crate) fn is_another_rank() -> bool {
-    Launch::from_env().is_ok_and(|launch| launch.rank > 0 && launch::has_started(&launch))
+    Launch::from_env().is_ok_and(|launch| launch.rank > 0 && launched::has_started(&launch))
 }
 
 impl Failure {
@@ -54,7 +74,7 @@ impl Failure {
     /// 3 where another of several processes did; of launched ranks, that of the one that failed.
     pub(crate) fn exit_status(&self) -> u8 {
         if let Some(failed) = self.0.downcast_ref::<RankFailed>() {
-            return failed.exit_status();
+            return failed.status;
         }
         match (self.run_error(), self.0.downcast_ref::<io::Error>()) {
             (Some(RunError::Rank { teller, .. }), _) if *teller != Teller::Here => 3,

@@ -11,9 +11,11 @@ use self::{
     guard::Guard,
     program::Program,
     ranks::{Event, Start},
-    verdict::{End, Verdict},
+    verdict::Verdict,
 };
-use super::{Failure, Outcome, signals::is_ignored, world::told_once};
+use super::{
+    Failure, Outcome, failure::RankFailed, launched::RUN, signals::is_ignored, world::told_once,
+};
 use clap::Args as ClapArgs;
 use merak_ckpt::cli::whole_number;
 use merak_mpu::Launch;
@@ -31,15 +33,6 @@ use std::{
     thread,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
-
-/// What the names of runs that this command starts begin with.
-const RUN: &str = "merak-";
-
-/// Whether this command has started the processes of a launch, which then have the same command
-/// line and environment.
-pub(crate) fn has_started(launch: &Launch) -> bool {
-    launch.job.as_ref().is_some_and(|job| job.starts_with(RUN))
-}
 
 /// Starts a command as several processes of this machine, one for each rank.
 #[derive(Debug, ClapArgs)]
@@ -93,29 +86,6 @@ pub(crate) struct Args {
     command: Vec<OsString>,
 }
 
-/// A rank that has ended the run.
-#[derive(Debug, thiserror::Error)]
-#[error("rank {} {}{}", .end.rank, .end.how, after(*.restarts))]
-pub(crate) struct RankFailed {
-    end: End,
-    restarts: u32,
-}
-
-impl RankFailed {
-    /// The status of the rank, which is the command's.
-    pub(crate) fn exit_status(&self) -> u8 {
-        self.end.how.exit_status()
-    }
-}
-
-fn after(restarts: u32) -> String {
-    match restarts {
-        0 => String::new(),
-        1 => ", after 1 restart".to_owned(),
-        restarts => format!(", after {restarts} restarts"),
-    }
-}
-
 pub(crate) fn run(args: Args, log: &str) -> Outcome {
     let program = Program::of(args.command)?;
     expect_no_launcher()?;
@@ -159,8 +129,13 @@ pub(crate) fn run(args: Args, log: &str) -> Outcome {
                     restart == args.max_restarts || is_stopped || !program.may_recover_from(status);
                 let next = || next_port(port, args.master_port.is_some());
                 let Some(next) = (!is_last).then(next).flatten() else {
-                    let restarts = restart;
-                    return Err(RankFailed { end, restarts }.into());
+                    let failed = RankFailed {
+                        rank: end.rank,
+                        how: end.how.to_string(),
+                        restarts: restart,
+                        status,
+                    };
+                    return Err(failed.into());
                 };
                 port = next;
                 restart += 1;

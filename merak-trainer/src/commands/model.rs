@@ -1,6 +1,5 @@
 //! The model that a configuration names.
 
-use super::session::options_of;
 use merak_ckpt::{GenerateOptions, HfFolder, words::brief};
 use merak_trace::models::{self, Model, SizeFields};
 use merak_trainer::{
@@ -462,4 +461,54 @@ pub(crate) fn read(key: &'static str, path: &Path) -> Result<Value> {
     let text = merak_ckpt::read_text(path, merak_ckpt::MAX_CONFIG_BYTES)
         .map_err(Error::reading_input(key, path))?;
     serde_json::from_str(&text).map_err(|error| wrong_content(key, path, error.to_string()))
+}
+
+/// The sampling options of a configuration. The model and the tokenizer decide where texts end.
+fn options_of(args: &CheckedArguments) -> GenerateOptions {
+    GenerateOptions {
+        max_new_tokens: args.new_token_limit(),
+        temperature: args.temperature.0,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty,
+        no_repeat_ngram_size: args.no_repeat_ngram_size,
+        num_beams: args.num_beams,
+        length_penalty: args.length_penalty,
+        early_stopping: args.early_stopping.0,
+        seed: args.seed,
+        ..GenerateOptions::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use merak_trainer::Config;
+
+    #[test]
+    fn every_option_of_generation_follows_its_key_and_has_the_default_of_merak_ckpt() {
+        let options = |line: &[String]| {
+            let config = Config::load(None, [], line).and_then(|config| config.check());
+            options_of(&config.unwrap())
+        };
+        let usual = options(&[]);
+        assert_eq!(usual, GenerateOptions::default());
+        for (key, value) in [
+            ("out_seq_length", "7"),
+            ("max_new_tokens", "7"),
+            ("temperature", "0.5"),
+            ("top_k", "7"),
+            ("top_p", "0.5"),
+            ("min_p", "0.5"),
+            ("repetition_penalty", "2"),
+            ("no_repeat_ngram_size", "3"),
+            ("num_beams", "2"),
+            ("length_penalty", "2"),
+            ("early_stopping", "true"),
+            ("seed", "7"),
+        ] {
+            assert_ne!(options(&[format!("--{key}={value}")]), usual, "{key}");
+        }
+    }
 }

@@ -18,24 +18,6 @@ pub(crate) struct Session {
     options: GenerateOptions,
 }
 
-/// The sampling options of a configuration. The model and the tokenizer decide where texts end.
-pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
-    GenerateOptions {
-        max_new_tokens: args.new_token_limit(),
-        temperature: args.temperature.0,
-        top_k: args.top_k,
-        top_p: args.top_p,
-        min_p: args.min_p,
-        repetition_penalty: args.repetition_penalty,
-        no_repeat_ngram_size: args.no_repeat_ngram_size,
-        num_beams: args.num_beams,
-        length_penalty: args.length_penalty,
-        early_stopping: args.early_stopping.0,
-        seed: args.seed,
-        ..GenerateOptions::default()
-    }
-}
-
 impl Session {
     /// Plans the model of a configuration, with memory for at least `positions` positions. `args`
     /// are complete.
@@ -265,38 +247,6 @@ impl Text {
         if let Some(new) = ready.get(self.printed..) {
             output::stream(new);
             self.printed = ready.len();
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use merak_trainer::Config;
-
-    #[test]
-    fn every_option_of_generation_follows_its_key_and_has_the_default_of_merak_ckpt() {
-        let options = |line: &[String]| {
-            let config = Config::load(None, [], line).and_then(|config| config.check());
-            options_of(&config.unwrap())
-        };
-        let usual = options(&[]);
-        assert_eq!(usual, GenerateOptions::default());
-        for (key, value) in [
-            ("out_seq_length", "7"),
-            ("max_new_tokens", "7"),
-            ("temperature", "0.5"),
-            ("top_k", "7"),
-            ("top_p", "0.5"),
-            ("min_p", "0.5"),
-            ("repetition_penalty", "2"),
-            ("no_repeat_ngram_size", "3"),
-            ("num_beams", "2"),
-            ("length_penalty", "2"),
-            ("early_stopping", "true"),
-            ("seed", "7"),
-        ] {
-            assert_ne!(options(&[format!("--{key}={value}")]), usual, "{key}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Signals that end a training after the step in hand.
 
-use super::launch;
+use super::launched;
 use merak_mpu::Launch;
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1},
@@ -43,7 +43,7 @@ fn listen(stop: &Arc<AtomicI64>) -> io::Result<()> {
     }
     let mut signals = Signals::new(&watched)?;
     let stop = Arc::clone(stop);
-    let is_launched = Launch::from_env().is_ok_and(|launch| launch::has_started(&launch));
+    let is_launched = Launch::from_env().is_ok_and(|launch| launched::has_started(&launch));
     let wait = move || {
         if let Some(signal) = signals.forever().next() {
             stop.store(signal.into(), Ordering::Relaxed);
