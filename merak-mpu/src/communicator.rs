@@ -358,11 +358,10 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// Waits until this group may compute, where there are fewer cores than ranks; elsewhere
     /// returns at once.
     ///
-    /// Turns come in the order in which they were asked for. The n-th turn of a group is that of
-    /// all its members: it comes when the first one asks and a core is free, and ends when every
-    /// member has dropped it. Between asking and dropping, members may wait for each other but for
-    /// no other rank, since others may need their cores. Each turn that a member takes, the others
-    /// take too.
+    /// The n-th turn of a group is that of all its members: it comes when all have asked and a core
+    /// is free, in the order in which the last members asked, and ends when every member has
+    /// dropped it. Between asking and dropping, members may wait for each other but for no other
+    /// rank, since others may need their cores. Each turn that a member takes, the others take too.
     ///
     /// # Errors
     /// When the group is poisoned, or no turn came before the deadline.

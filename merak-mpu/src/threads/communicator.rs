@@ -260,7 +260,7 @@ impl Seat {
             op: "turn".to_owned(),
             group: self.describe_group(),
             sequence: number,
-            missing: turns.holders(),
+            missing: turns.awaited(key),
         })?;
         turns.begin(key, self.world_rank());
         Ok(turn)

@@ -5,9 +5,9 @@
 //! core 1   rank 1  1F0 │ rank 2  2F0 │ rank 3  ..      cores are taken, turns wait in a queue
 //! ```
 //!
-//! A turn is that of a whole group: it comes for all members when the first one asks, and ends when
-//! the last one has ended it. So members may wait for each other within a turn, and a turn that has
-//! come needs nothing of the turns in the queue to end.
+//! A turn is that of a whole group: it comes when all members have asked for it, and ends when the
+//! last one has ended it. So members may wait for each other within a turn, before it for anybody,
+//! and a turn that has come needs nothing of other turns to end.
 //!
 //! While its turn lasts, a thread stays on a core of its own, if it can the one of its last turn.
 //! Left to itself, an operating system wakes a thread now and then on a core where another one
@@ -105,17 +105,16 @@ impl Turns {
     /// Asks for a turn on the calling thread; the bell rings when it comes.
     pub(super) fn ask(&self, key: Key, members: &[Rank], rank: Rank) -> Arc<Bell> {
         let mut state = lock(&self.state);
-        let is_first = !state.turns.contains_key(&key);
         let turn = state.turns.entry(key).or_insert_with(|| Turn::of(members));
         let bell = Arc::clone(&turn.bell);
-        if let Some(member) = turn.member(rank) {
+        if let Some(member) = turn.members.iter_mut().find(|member| member.rank == rank) {
             member.thread = Some(Thread::current());
-            member.settle();
         }
-        if is_first {
+        if turn.absent().next().is_none() {
             state.queue.push_back(key);
-            // No thread waits for this turn yet, and the turns before it have been looked at.
-            state.admit(self.cores);
+            let bells = state.admit(self.cores);
+            drop(state);
+            ring(bells);
         }
         bell
     }
@@ -142,15 +141,22 @@ impl Turns {
             state.leave(key, rank, &self.processors);
             state.admit(self.cores)
         };
-        // A sleeper looks at the state while it holds its bell.
-        for bell in bells {
-            bell.ring();
-        }
+        ring(bells);
     }
 
-    /// The ranks whose turn has come and has not ended.
-    pub(super) fn holders(&self) -> Vec<Rank> {
+    /// The ranks that a turn waits for: its members that have not asked for it, or else all whose
+    /// turn has come and has not ended.
+    pub(super) fn awaited(&self, key: Key) -> Vec<Rank> {
         let state = lock(&self.state);
+        let absent: Vec<_> = state
+            .turns
+            .get(&key)
+            .into_iter()
+            .flat_map(Turn::absent)
+            .collect();
+        if !absent.is_empty() {
+            return absent;
+        }
         let turns = state.turns.values().filter(|turn| turn.has_come);
         let members = turns.flat_map(|turn| &turn.members);
         let mut holders: Vec<_> = members.map(|member| member.rank).collect();
@@ -159,16 +165,21 @@ impl Turns {
         holders
     }
 
-    /// Wakes all ranks in the queue.
+    /// Wakes all ranks that wait for a turn.
     pub(super) fn wake_all(&self) {
         let bells: Vec<_> = {
             let state = lock(&self.state);
             let turns = state.turns.values();
             turns.map(|turn| Arc::clone(&turn.bell)).collect()
         };
-        for bell in bells {
-            bell.ring();
-        }
+        ring(bells);
+    }
+}
+
+/// Rings bells while no state is held: a sleeper looks at the state while it holds its bell.
+fn ring(bells: Vec<Arc<Bell>>) {
+    for bell in bells {
+        bell.ring();
     }
 }
 
@@ -241,8 +252,10 @@ impl Turn {
         }
     }
 
-    fn member(&mut self, rank: Rank) -> Option<&mut Member> {
-        self.members.iter_mut().find(|member| member.rank == rank)
+    /// The members that have not asked for it.
+    fn absent(&self) -> impl Iterator<Item = Rank> {
+        let absent = self.members.iter().filter(|member| member.thread.is_none());
+        absent.map(|member| member.rank)
     }
 }
 
@@ -260,8 +273,11 @@ mod tests {
     use super::*;
     use std::thread;
 
+    /// All members ask.
     fn ask(turns: &Turns, key: Key, members: &[Rank]) {
-        turns.ask(key, members, members[0]);
+        for &rank in members {
+            turns.ask(key, members, rank);
+        }
     }
 
     #[test]
@@ -273,14 +289,14 @@ mod tests {
         }
         let come = || keys.map(|key| turns.has_come(key));
         assert_eq!(come(), [true, true, false, false]);
-        assert_eq!(turns.holders(), [Rank(0), Rank(1)]);
+        assert_eq!(turns.awaited(keys[3]), [Rank(0), Rank(1)]);
         turns.end(keys[1], Rank(1));
         assert_eq!(come(), [true, false, true, false]);
         // A turn that gives up its place leaves no gap.
         turns.end(keys[3], Rank(3));
         turns.end(keys[0], Rank(0));
         turns.end(keys[2], Rank(2));
-        assert!(turns.holders().is_empty());
+        assert!(turns.awaited(keys[3]).is_empty());
         assert_eq!(lock(&turns.state).taken, 0);
     }
 
@@ -303,14 +319,35 @@ mod tests {
         ask(&turns, (0, 0), &members);
         ask(&turns, (1, 0), &[Rank(3)]);
         assert!(turns.has_come((0, 0)));
-        // A member that is early is in the queue for the next one.
         turns.end((0, 0), Rank(1));
         turns.ask((0, 1), &members, Rank(1));
         turns.end((0, 0), Rank(0));
         assert!(!turns.has_come((1, 0)) && !turns.has_come((0, 1)));
         turns.end((0, 0), Rank(2));
+        assert!(turns.has_come((1, 0)));
+        // The other members do not want the next one yet.
+        assert_eq!(turns.awaited((0, 1)), [Rank(0), Rank(2)]);
+        for rank in [Rank(0), Rank(2)] {
+            assert!(!turns.has_come((0, 1)));
+            turns.ask((0, 1), &members, rank);
+        }
         // One core is free beside that of the other rank.
-        assert!(turns.has_come((1, 0)) && turns.has_come((0, 1)));
+        assert!(turns.has_come((0, 1)));
+    }
+
+    #[test]
+    fn a_member_that_waits_for_another_group_keeps_no_core_from_it() {
+        let turns = Turns::new(4, 2);
+        let [one, other] = [[Rank(0), Rank(1)], [Rank(2), Rank(3)]];
+        // Rank 0 waits for what rank 2 computes before it asks for the turn that rank 1 wants.
+        turns.ask((0, 0), &one, Rank(1));
+        ask(&turns, (1, 0), &other);
+        assert!(turns.has_come((1, 0)) && !turns.has_come((0, 0)));
+        for rank in other {
+            turns.end((1, 0), rank);
+        }
+        turns.ask((0, 0), &one, Rank(0));
+        assert!(turns.has_come((0, 0)));
     }
 
     #[test]
