@@ -4,6 +4,7 @@ use merak_trace::{
     Axis, Graph, Node, Source, ValueId,
     op::{Class, Collective},
 };
+use std::collections::BTreeMap;
 
 /// A value with more users than this is not counted: stages hand it along.
 const MAX_COUNTED_USERS: usize = 5;
@@ -20,7 +21,7 @@ pub(crate) struct Borders {
     /// For each border, the bytes of these values.
     pub(crate) bytes: Vec<usize>,
     /// For each border, whether it may be cut: only complete values cross it, and it lies in no
-    /// module that stays whole.
+    /// module or adapter that stays whole.
     pub(crate) legal: Vec<bool>,
     /// For each border, whether it directly follows an embedding lookup.
     pub(crate) after_lookup: Vec<bool>,
@@ -49,6 +50,9 @@ impl Borders {
                     bytes.add(index + 1, last, graph.ty(*value).size_bytes());
                 }
             }
+        }
+        for [first, last] in adapters(graph) {
+            unfinished.add(first + 1, last, 1);
         }
         let (params, reads_params) = params_of_nodes(graph);
         Self {
@@ -175,6 +179,24 @@ fn open_values(graph: &Graph) -> Vec<bool> {
         }
     }
     partial
+}
+
+/// The first and the last node of each layer that read one parameter of an adapter. Beside a
+/// magnitude, factors are read once more for a norm that no gradient flows into: a stage with that
+/// use alone would hold a trained parameter without a gradient.
+fn adapters(graph: &Graph) -> impl Iterator<Item = [usize; 2]> {
+    let mut ends: BTreeMap<_, [usize; 2]> = BTreeMap::new();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        let params = node
+            .inputs
+            .iter()
+            .filter_map(|&input| graph.param_of(input));
+        for param in params.filter(|&param| graph.param(param).beside.is_some()) {
+            let ends = ends.entry((param, node.layer())).or_insert([index, index]);
+            ends[1] = index;
+        }
+    }
+    ends.into_values()
 }
 
 /// Whether a node multiplies with, or looks up in, a table whose summed dimension is split over

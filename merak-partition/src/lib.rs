@@ -62,7 +62,8 @@
 //! - Segments cover each node once, in order; no segment and no stage is empty.
 //! - The dependency methods never cut right after an embedding lookup. No method cuts between a
 //!   summand and the all-reduce that completes it, nor between a copy into a split region and its
-//!   use, nor within a module of [`SegmentOptions::leaf_modules`].
+//!   use, nor between the uses of an adapter in a layer, nor within a module of
+//!   [`SegmentOptions::leaf_modules`].
 //! - A parameter counts in full, even if ranks hold slices; a tied one counts once, at its first
 //!   use.
 //! - Same graph, same options, same result.

@@ -105,6 +105,17 @@ fn adapters_train_on_every_topology_like_on_one_rank() {
 }
 
 #[test]
+fn no_stage_begins_within_an_adapter() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = llama_dora(folder.path()).with("split_method", "nearest_min_deps");
+    let alone = case.run(4);
+    for degrees in [(1, 2, 2), (1, 2, 3), (1, 2, 4)] {
+        let run = case.clone().on(degrees).run(4);
+        assert_close_losses(&run.reports, &alone.reports, 1e-4, &format!("{degrees:?}"));
+    }
+}
+
+#[test]
 fn stages_recomputation_and_zero_change_no_bit_of_an_adapter() {
     let folder = tempfile::tempdir().unwrap();
     let case = gpt2(folder.path());
