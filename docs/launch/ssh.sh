@@ -18,11 +18,19 @@ MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-29500} exec merak train $(pri
     pids+=($!)
 done
 
+# A run that is to end saves, on every host. A terminal of its own would keep Ctrl-C from the ranks,
+# and bash keeps it from what runs in the background.
+trap 'kill -TERM "${pids[@]}" 2>/dev/null' INT TERM HUP
+
 # Ranks end by themselves when one fails: it has its own status, the others have 3.
 worst=0
 for pid in "${pids[@]}"; do
-    wait "$pid"
-    status=$?
+    # A signal ends the first wait, and not yet the rank.
+    while
+        wait "$pid"
+        status=$?
+        kill -0 "$pid" 2>/dev/null
+    do :; done
     if [[ $status -ne 0 && ($worst -eq 0 || $worst -eq 3) ]]; then
         worst=$status
     fi

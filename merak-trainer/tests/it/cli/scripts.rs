@@ -61,7 +61,7 @@ done
 const SCONTROL: &str = "#!/bin/bash\necho \"$@\" >requeued\n";
 
 /// Runs a line on a host, as `ssh` does.
-const REMOTE: &str = "#!/bin/bash\nhost=$1\nshift\necho \"$host\" >>reached\nexec bash -c \"$*\"\n";
+const REMOTE: &str = "#!/bin/bash\nhost=$1\nshift\necho \"$host\" >>reached\necho $PPID >script\nexec bash -c \"$*\"\n";
 
 /// A workplace whose folder `bin` has the command and the stand-ins.
 fn workplace() -> Workplace {
@@ -201,4 +201,28 @@ fn hosts_without_a_launcher_train_over_ssh() {
         ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2"]
     );
     expect_checkpoints_of_threads(&place, "run");
+}
+
+#[test]
+fn a_signal_to_the_script_over_ssh_has_every_rank_save() {
+    let place = workplace();
+    let mut command = script(&place, "ssh.sh", "merak.toml --dp 2 --max_steps 100000");
+    command
+        .env("HOSTS", "127.0.0.1 127.0.0.2")
+        .env("MASTER_PORT", (30_000 + process::id() % 2_000).to_string())
+        .env("REMOTE", "remote");
+    let ended = thread::scope(|scope| {
+        scope.spawn(|| {
+            let records = place.path("run/metrics.jsonl");
+            while !fs::read(&records).is_ok_and(|records| !records.is_empty()) {
+                thread::sleep(Duration::from_millis(5));
+            }
+            let script = fs::read_to_string(place.path("script")).expect("a number");
+            launch::kill_all("TERM", script.trim());
+        });
+        launch::end(&place, command)
+    });
+    assert_eq!(ended.status, Some(143), "{}", ended.stderr);
+    // The script ends last.
+    assert!(place.path("run/checkpoints/latest").is_file());
 }
