@@ -13,7 +13,7 @@ use crate::{
     world::World,
 };
 use ::config::{Map, Value, ValueKind};
-use merak_mpu::{DType, Degrees, GroupKind, Topology, divisors};
+use merak_mpu::{Axis, DType, Degrees, GroupKind, Topology, divisors};
 use merak_partition::{Cluster, ClusterCosts, ScheduleChoice, StepCosts};
 use merak_pipe::ScheduleKind;
 use std::{
@@ -95,6 +95,8 @@ pub fn cluster_costs(cluster: &Cluster, args: &CheckedArguments) -> Result<Clust
 pub struct DegreeSearch<'a> {
     /// Ranks to share out.
     pub world: usize,
+    /// The axes along which every candidate has the degree of the arguments.
+    pub held: &'a [Axis],
     /// The machines.
     pub machines: Machines<'a>,
     /// Whether it recomputes only where nothing else fits into memory. Unset, the arguments decide.
@@ -205,6 +207,11 @@ impl DegreeSearch<'_> {
 
     /// All degrees that fill the world and divide the samples of a step.
     fn degrees(&self, args: &CheckedArguments) -> Vec<Degrees> {
+        let given = args.degrees();
+        let holds = |degrees: &Degrees| {
+            let mut held = self.held.iter();
+            held.all(|&axis| degrees.get(axis) == given.get(axis))
+        };
         let stays = |degrees: &Degrees| {
             let Machines::Described(cluster) = self.machines else {
                 return true;
@@ -216,7 +223,8 @@ impl DegreeSearch<'_> {
             crosses.is_ok_and(|crosses| !crosses)
         };
         let all = Degrees::filling(self.world).into_iter();
-        all.filter(|degrees| args.global_batch().is_multiple_of(degrees.dp) && stays(degrees))
+        let divides = |degrees: &Degrees| args.global_batch().is_multiple_of(degrees.dp);
+        all.filter(|degrees| divides(degrees) && holds(degrees) && stays(degrees))
             .collect()
     }
 

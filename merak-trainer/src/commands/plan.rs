@@ -12,6 +12,7 @@ use merak_ckpt::{
     cli::at_least_one,
     words::{Bytes, brief},
 };
+use merak_mpu::Axis;
 use merak_trainer::{
     Candidate, CheckedArguments, Cluster, Config, DegreeSearch, Error, FoundDegrees, Given,
     Machines, MemoryNeed, Origin, PlanInputs, Result, Workload, World, data::lengths_without_data,
@@ -63,7 +64,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
         let searched = task.search(world, screen);
         let searched = searched.map_err(|error| task.config.locate(error))?;
         let Some(best) = searched.fitting.first() else {
-            return Err(without_room(world, cluster.as_ref(), &searched));
+            return Err(without_room(world, &task, &searched));
         };
         for (key, value) in choices(&best.args) {
             args.keys.give(Given::by("--world", key, value));
@@ -127,12 +128,21 @@ impl Task {
         })
     }
 
+    /// The degrees that the command line gives, which a search keeps.
+    fn held(&self) -> Vec<Axis> {
+        let origin = |axis: Axis| self.config.origin(axis.degree_name());
+        let is_held = |axis: &Axis| matches!(origin(*axis), Origin::CommandLine(_));
+        Axis::ALL.into_iter().filter(is_held).collect()
+    }
+
     fn search(&self, world: usize, screen: &Screen) -> Result<FoundDegrees> {
         let inputs = PlanInputs::read(Arc::clone(&self.model.model), &self.args)?;
         let cache = planned::cost_cache(&self.args, true);
         let is_open = |key: &&str| self.config.origin(key) == Origin::Default;
+        let held = self.held();
         let search = DegreeSearch {
             world,
+            held: &held,
             machines: match &self.cluster {
                 Some(cluster) => Machines::Described(cluster),
                 None => Machines::Here(cache.as_ref()),
@@ -207,10 +217,10 @@ const OF_RECOMPUTATION: [&str; 3] = [
 ];
 
 /// Why a search found nothing.
-fn without_room(world: usize, cluster: Option<&Cluster>, found: &FoundDegrees) -> Failure {
+fn without_room(world: usize, task: &Task, found: &FoundDegrees) -> Failure {
     let Some(least) = found.too_large.first() else {
         let first = found.refused.first().map_or_else(
-            || "no degrees divide the samples of a step".to_owned(),
+            || no_degrees(task),
             |first| {
                 format!(
                     "with {}, {}",
@@ -221,7 +231,7 @@ fn without_room(world: usize, cluster: Option<&Cluster>, found: &FoundDegrees) -
         );
         return format!("the model cannot be planned for {world} ranks: {first}").into();
     };
-    let room = match cluster {
+    let room = match &task.cluster {
         Some(cluster) => format!("the {} of a rank", Bytes(cluster.memory_bytes)),
         None => "this machine's memory".to_owned(),
     };
@@ -232,6 +242,24 @@ fn without_room(world: usize, cluster: Option<&Cluster>, found: &FoundDegrees) -
         Bytes(least.rank_bytes as u64)
     )
     .into()
+}
+
+/// Why a search has nothing to try.
+fn no_degrees(task: &Task) -> String {
+    let (given, held) = (task.args.degrees(), task.held());
+    let held = held
+        .iter()
+        .map(|&axis| (axis.degree_name(), given.get(axis)));
+    let held: Vec<_> = held
+        .map(|(name, degree)| format!("{name} {degree}"))
+        .collect();
+    if held.is_empty() {
+        return "no degrees divide the samples of a step".to_owned();
+    }
+    let held = held.join(" and ");
+    format!(
+        "no degrees with {held}, as the command line says, give that number and divide the samples of a step"
+    )
 }
 
 /// The keys that a search sets, with a candidate's values.

@@ -126,9 +126,11 @@ fn by_hand(place: &Workplace) -> Vec<(String, f64)> {
 fn a_search_finds_the_shortest_step_of_all_ways_to_share_out_the_ranks() {
     let place = workplace();
     // Degrees of the configuration itself count for nothing, except in its samples of a step.
-    let eight = "--sp 2 --tp 2 --per_device_train_batch_size 2 --gradient_accumulation_steps 4";
-    let line = format!("plan merak.toml --world 4 --cluster cluster.toml --json {eight}");
-    let found = place.document(&line);
+    let text = fs::read_to_string(place.path("merak.toml")).expect("it is there");
+    let text = text.replace("_batch_size = 1", "_batch_size = 2");
+    place.write("eight.toml", &format!("sp = 2\ntp = 2\n{text}"));
+    let line = "plan eight.toml --world 4 --cluster cluster.toml --json";
+    let found = place.document(line);
     let fitting = found["search"]["fitting"].as_array().expect("a list");
     let steps: Vec<_> = fitting
         .iter()
@@ -146,7 +148,7 @@ fn a_search_finds_the_shortest_step_of_all_ways_to_share_out_the_ranks() {
     let text = place.succeed(&line.replace(" --json", ""));
     let take = text.lines().find_map(|line| line.strip_prefix("take"));
     let take = take.expect("it says what to take").trim();
-    let again = format!("plan merak.toml --cluster cluster.toml --json {eight} {take}");
+    let again = format!("plan eight.toml --cluster cluster.toml --json {take}");
     let again = place.document(&again);
     assert_eq!(again["step"], found["step"]);
     let of = |key: &str| again[key].as_u64().expect("a number");
@@ -163,6 +165,17 @@ fn a_search_finds_the_shortest_step_of_all_ways_to_share_out_the_ranks() {
         .iter();
     let mut schedules = named.map(|one| &one["train_schedule"]);
     assert!(schedules.all(|schedule| schedule == "gpipe"));
+}
+
+#[test]
+fn a_search_keeps_the_degrees_of_the_command_line() {
+    let place = workplace();
+    let line = "plan merak.toml --world 4 --cluster cluster.toml";
+    let found = place.document(&format!("{line} --json --tp 2"));
+    let fitting = found["search"]["fitting"].as_array().expect("a list");
+    assert!(!fitting.is_empty());
+    assert!(fitting.iter().all(|one| one["degrees"]["tp"] == 2));
+    assert_snapshot!(place.mistake(&format!("{line} --tp 3 --dp 2")), @"error: the model cannot be planned for 4 ranks: no degrees with dp 2 and tp 3, as the command line says, give that number and divide the samples of a step");
 }
 
 #[test]
