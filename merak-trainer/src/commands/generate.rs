@@ -382,6 +382,7 @@ fn prompts(args: &Args, folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<
     if let Some(path) = &args.prompt_file {
         let text =
             merak_ckpt::read_regular(path, MAX_PROMPT_BYTES).map_err(Error::reading(path))?;
+        let text = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&text);
         let lines = text.split(|byte| *byte == b'\n');
         let lines = lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line));
         texts.extend(lines.filter(|line| !line.is_empty()).map(<[u8]>::to_vec));

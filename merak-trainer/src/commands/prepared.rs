@@ -150,10 +150,13 @@ impl Prepared {
     ) -> Result<Self> {
         let mut args = with_tokenizer(args)?;
         if purpose == Purpose::Prediction {
-            args = one_by_one(args)?;
+            args = all_once(args)?;
         }
         let crates = environment::crate_sources(config.file());
         let source = Source::load(&args.data, &*model.model, &crates)?;
+        if purpose == Purpose::Prediction && !source.is_stream() {
+            args = one_by_one(args)?;
+        }
         if model.model.objective() == Objective::CausalLm {
             let visible = source.visible(&args.data)?;
             model.model = models::with_visible(model.model, visible);
@@ -338,12 +341,17 @@ fn with_tokenizer(args: CheckedArguments) -> Result<CheckedArguments> {
     args.check()
 }
 
-/// The arguments with a chat for each sample, so that its line of predictions is its own, and with
-/// all samples once.
+/// The arguments with all samples once.
+fn all_once(args: CheckedArguments) -> Result<CheckedArguments> {
+    let mut args = args.into_arguments();
+    args.data.streaming = false;
+    args.data.shuffle_buffer = DataArguments::default().shuffle_buffer;
+    args.check()
+}
+
+/// The arguments with a chat for each sample, so that its line of predictions is its own.
 fn one_by_one(args: CheckedArguments) -> Result<CheckedArguments> {
     let mut args = args.into_arguments();
     args.data.packing = false;
-    args.data.streaming = false;
-    args.data.shuffle_buffer = DataArguments::default().shuffle_buffer;
     args.check()
 }

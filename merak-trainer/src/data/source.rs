@@ -167,6 +167,11 @@ impl Source {
         &self.parts[0].0
     }
 
+    /// Whether samples are cut from a stream of tokens.
+    pub fn is_stream(&self) -> bool {
+        self.first().is_stream()
+    }
+
     /// Whether the data are chats that a template makes texts of, so that the model is asked as
     /// [`ChatPrompts`](super::ChatPrompts) makes its prompts.
     pub fn is_of_chats(&self) -> bool {

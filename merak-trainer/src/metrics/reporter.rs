@@ -37,6 +37,8 @@ struct Report {
     events: Option<EventFile>,
     output_dir: PathBuf,
     page: Option<Page>,
+    /// The step of the last record on the page that was written last.
+    paged: usize,
     progress: Option<Progress>,
     args: CheckedArguments,
     first_step: usize,
@@ -97,6 +99,7 @@ impl Reporter {
             events,
             output_dir: output_dir.to_path_buf(),
             page: None,
+            paged: 0,
             progress: Some(progress.with_rates(rates)),
             args: args.clone(),
             first_step,
@@ -121,8 +124,9 @@ impl Reporter {
         Ok(())
     }
 
-    /// Writes `report.html` too, at each save and by [`Reporter::write_page`]. Call it once the
-    /// report has started.
+    /// Writes `report.html` too, by [`Reporter::write_page`] and at saves, if the run has become a
+    /// twentieth longer: a page has all records, and most of them stay. Call it once the report has
+    /// started.
     pub fn with_page(&self, page: Page) {
         if let Some(report) = self.lock().as_mut() {
             report.page = Some(page);
@@ -223,6 +227,7 @@ impl Report {
         let Some(page) = &self.page else {
             return;
         };
+        self.paged = self.logged;
         let path = self.output_dir.join(REPORT_FILE);
         let page = self.file.records().and_then(|records| {
             let html = page.to_html(&records, ran)?;
@@ -375,7 +380,9 @@ impl Callback for Reporter {
             if let Some(progress) = &mut this.progress {
                 let _ = progress.saved(path);
             }
-            this.write_page(None);
+            if this.logged.abs_diff(this.paged) >= this.paged.div_ceil(20) {
+                this.write_page(None);
+            }
         }
     }
 }

@@ -45,6 +45,8 @@ impl RunLength {
         let total_steps = order
             .as_ref()
             .map_or(1, |order| args.total_steps(order.steps_per_epoch()));
+        // Without training data no step is made, and every learning rate fits.
+        let scheduled = order.as_ref().map_or(usize::MAX, |_| total_steps);
         match &parts.eval_data {
             Some(data) if is_endless(data) && args.eval_iters.is_none() => {
                 return Err(Error::Config(ConfigError::MissingKey {
@@ -67,7 +69,7 @@ impl RunLength {
             order,
             total_steps,
             extra_steps: 0,
-            schedule: args.lr_schedule(total_steps)?,
+            schedule: args.lr_schedule(scheduled)?,
         })
     }
 

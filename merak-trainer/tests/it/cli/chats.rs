@@ -353,6 +353,13 @@ fn packing_parts_the_texts_of_a_stream_and_is_refused_elsewhere() {
     let (plain, parted) = (trained(&place, ""), trained(&place, "--data.packing true"));
     assert_ne!(plain, parted);
     assert!(parted.iter().all(|loss| loss.is_finite()), "{parted:?}");
+    // A prediction sees the same documents, whose last tokens have no target.
+    let ends = |keys: &str| {
+        let predicted = place.succeed(&format!("predict merak.toml run -o - {keys}"));
+        predicted.matches("null").count()
+    };
+    assert_eq!(ends(""), 0);
+    assert!(ends("--data.packing true") > 0);
 
     let mistake =
         |keys: &str| place.mistake(&format!("train merak.toml --data.packing true {keys}"));

@@ -161,7 +161,7 @@ fn generation_is_the_same_on_every_topology() {
     };
     assert_eq!(drawn(1), drawn(1));
     assert_ne!(drawn(1), drawn(2));
-    place.write("prompts.txt", "every rank\nnone\n");
+    place.write("prompts.txt", "\u{feff}every rank\nnone\n");
     let text =
         place.succeed("generate run --prompt-file prompts.txt --max-new-tokens 3 --temperature 0");
     assert!(text.starts_with("every rank"), "{text}");
@@ -195,6 +195,16 @@ fn an_evaluation_of_a_checkpoint_gives_the_loss_of_its_run() {
         table.starts_with(&format!("eval_loss                 {loss:.4}\n")),
         "{table}"
     );
+    // A decay that fits the run is no matter of its evaluation, which makes no steps.
+    let decay = r#"--lr_scheduler_type wsd --lr_scheduler_kwargs {"num_decay_steps":3}"#;
+    for command in ["train", "evaluate"] {
+        let checkpoint = if command == "train" { "" } else { "run" };
+        let output = "--overwrite_output_dir";
+        let output = if command == "train" { output } else { "" };
+        place.succeed(&format!(
+            "{command} merak.toml {checkpoint} {output} {decay}"
+        ));
+    }
     let message = place.mistake("evaluate merak.toml nowhere");
     assert!(message.contains("no checkpoint at nowhere"), "{message}");
     let message = place.mistake("evaluate merak.toml run --data.validation_fraction 0");
