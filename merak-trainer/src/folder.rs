@@ -194,15 +194,16 @@ impl RunFolder {
     }
 
     /// Checks that this process sees the folder that `holder` has taken, which may be on another
-    /// host. What was just written there may take a while to be seen here.
+    /// host, and may write there, as each rank writes its own shards. What was just written there
+    /// may take a while to be seen here.
     ///
     /// # Errors
-    /// [`FolderError::NotShared`] where it does not.
+    /// [`FolderError::NotShared`] and [`FolderError::OutputDir`] where it does not, or may not.
     pub fn expect_shared(args: &CheckedArguments, holder: &str) -> Result<()> {
         let folder = args.run_folder()?;
         let half = Duration::from_secs_f64(args.distributed.timeout_s / 2.0);
         if is_held_by(&folder, holder, half.min(MOST_PATIENCE)) {
-            return Ok(());
+            return check_place(&folder);
         }
         Err(Error::Folder(FolderError::NotShared {
             folder,
