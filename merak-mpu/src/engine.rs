@@ -21,7 +21,8 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// When the world is poisoned.
     fn communicator(&self, name: &str, members: &[Rank]) -> Result<Arc<dyn Communicator>>;
 
-    /// Poisons the world: each pending and later call on any rank returns [`Error::Aborted`].
+    /// Poisons the world: each pending and later call on any rank returns
+    /// [`Error::Aborted`](crate::Error::Aborted).
     fn abort(&self, reason: &str);
 
     /// States that this rank will start nothing more, so that peers that wait for it fail at once,

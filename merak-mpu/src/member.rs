@@ -51,8 +51,8 @@ impl Member {
     /// None: members meet in their first collective.
     ///
     /// # Errors
-    /// [`Error::BadGroup`] unless `members` ascend, exist and include this rank;
-    /// [`Error::Aborted`].
+    /// [`Error::BadGroup`](crate::Error::BadGroup) unless `members` ascend, exist and include this
+    /// rank; [`Error::Aborted`](crate::Error::Aborted).
     pub fn group(&self, name: &str, members: &[Rank]) -> Result<Group> {
         Group::join(&self.engine, name, members)
     }
@@ -60,7 +60,7 @@ impl Member {
     /// Joins a group of all ranks, named `world`; as [`Member::group`], a new one with each call.
     ///
     /// # Errors
-    /// [`Error::Aborted`].
+    /// [`Error::Aborted`](crate::Error::Aborted).
     pub fn world_group(&self) -> Result<Group> {
         let everybody: Vec<Rank> = (0..self.world_size()).map(Rank).collect();
         self.group("world", &everybody)

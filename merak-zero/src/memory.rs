@@ -99,7 +99,7 @@ impl ZeroConfig {
     /// and the state of an element less.
     ///
     /// # Errors
-    /// As [`FlatLayout::new`].
+    /// As [`FlatLayout::new`](crate::FlatLayout::new).
     pub fn most_owned(&self, params: Vec<ParamSpec>, replicas: usize) -> Result<MostOwned> {
         let is_divided = self.divides_from(ZeroStage::OptimizerState, replicas);
         let ranks = if is_divided { replicas } else { 1 };
@@ -131,7 +131,7 @@ impl ZeroConfig {
     /// most.
     ///
     /// # Errors
-    /// As [`FlatLayout::new`].
+    /// As [`FlatLayout::new`](crate::FlatLayout::new).
     pub fn exchange_bytes(&self, params: Vec<ParamSpec>, replicas: usize) -> Result<ExchangeBytes> {
         if replicas == 1 {
             return Ok(ExchangeBytes::default());
