@@ -17,7 +17,8 @@
 //! rank 0 on the port of the launch, end the rendezvous with one error that every rank reports.
 //! Round trips on the same connection give the offset of the clocks. When all have come, rank 0
 //! tells each the addresses of all and a random number, which the connections between the ranks
-//! begin with.
+//! begin with. A rank that is lost or missing is named to all that have come, as in a verdict: what
+//! is wrong with the launch is another kind of error than the loss of a rank.
 //!
 //! **Verdict.** The first of these is the verdict, which rank 0 sends to all:
 //!

@@ -72,7 +72,7 @@ static STARTED: AtomicBool = AtomicBool::new(false);
 ///
 /// # Errors
 /// [`Error::UnfitEngine`] where MPI does not start, or says another rank or size;
-/// [`Error::Rendezvous`], [`Error::Refused`] and [`Error::Timeout`] as
+/// [`Error::Rendezvous`], [`Error::Refused`], [`Error::Timeout`] and [`Error::Aborted`] as
 /// [`tcp::join`](crate::tcp::join).
 ///
 /// ```no_run
@@ -108,7 +108,11 @@ fn join_with(options: &JoinOptions, slot_bytes: usize) -> Result<Member> {
     let joined = enter(options, slot_bytes);
     if let Err(error) = &joined {
         // Rank 0 has told the others, or none of them can come.
-        exit::keep_order(!matches!(error, Error::Refused { .. }));
+        exit::keep_order(match error {
+            Error::Refused { .. } => false,
+            Error::Aborted { by, .. } => *by == options.rank,
+            _ => true,
+        });
     }
     joined
 }

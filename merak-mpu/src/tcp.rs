@@ -53,8 +53,9 @@ use std::{
 /// Joins the world of these options with this process, and returns when all ranks have come.
 ///
 /// # Errors
-/// [`Error::Rendezvous`] or [`Error::Refused`] with what kept the processes from meeting;
-/// [`Error::Timeout`] on rank 0 when a rank did not come.
+/// [`Error::Rendezvous`] or [`Error::Refused`] with what kept the processes from meeting; where a
+/// rank did not come or was lost meanwhile, [`Error::Timeout`] on rank 0, and [`Error::Aborted`]
+/// with that rank.
 ///
 /// ```
 /// use merak_mpu::{ReduceOp, tcp};

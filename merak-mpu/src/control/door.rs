@@ -29,7 +29,7 @@ const COMPLAINT: &[u8; 8] = b"merakbad";
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// First byte of the frame that sends a rank away, before the reason.
-pub(super) const REFUSED: u8 = 4;
+const REFUSED: u8 = 4;
 
 /// Most connections that have not yet said who they are, or have been sent away; further ones wait
 /// in the system's queue.
@@ -128,6 +128,24 @@ pub(super) fn read_complaint(frame: &[u8]) -> Result<String, Malformed> {
     Ok(format!(
         "process {process} of host {host} cannot join: {reason}"
     ))
+}
+
+/// Sends a rank away: why, and which rank is lost where that is the reason.
+fn refusal(reason: &str, lost: Option<Rank>) -> Vec<u8> {
+    let mut frame = Encoder::of(REFUSED);
+    frame.text(reason).ranks(lost.as_slice());
+    frame.0
+}
+
+/// The reason and the lost rank of a frame that sends this rank away; none for another frame.
+pub(super) fn read_refusal(frame: &[u8]) -> Option<(String, Option<Rank>)> {
+    let (&REFUSED, rest) = frame.split_first()? else {
+        return None;
+    };
+    let mut rest = Decoder(rest);
+    let reason = rest.text().unwrap_or_else(|Malformed| "no reason".into());
+    let lost = rest.list(Decoder::rank).unwrap_or_default();
+    Some((reason, lost.first().copied()))
 }
 
 /// Numbers as the bits of a string that are set: a greeting is short.
@@ -261,12 +279,10 @@ impl Door {
         self.complaint.take()
     }
 
-    /// Tells a rank that it cannot join, and why.
-    pub(super) fn send_away(&mut self, mut channel: Channel, reason: &str) {
-        let mut frame = Encoder::of(REFUSED);
-        frame.text(reason);
+    /// Tells a rank that it cannot join, and why: where `lost` is a rank, because that one is.
+    pub(super) fn send_away(&mut self, mut channel: Channel, reason: &str, lost: Option<Rank>) {
         // One that has left needs no word.
-        let _ = channel.send(&frame.0);
+        let _ = channel.send(&refusal(reason, lost));
         channel.finish();
         self.num_sent_away += 1;
         self.leavers.push(Leaver {
@@ -277,7 +293,12 @@ impl Door {
 
     /// Tells the reason to those that still come, until `most` ranks in all have been sent away and
     /// have left, for at most `patience`.
-    pub(super) fn see_off(mut self, most: usize, reason: &str, patience: Duration) {
+    pub(super) fn see_off(
+        mut self,
+        most: usize,
+        (reason, lost): (&str, Option<Rank>),
+        patience: Duration,
+    ) {
         let deadline = Instant::now() + patience;
         while self.num_sent_away < most || !self.leavers.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -286,7 +307,7 @@ impl Door {
                 return;
             }
             for visitor in self.turn() {
-                self.send_away(visitor.channel, reason);
+                self.send_away(visitor.channel, reason, lost);
             }
         }
     }
@@ -354,11 +375,10 @@ mod tests {
             }
             channel.wait(MOST_GREETING, deadline).unwrap()
         });
-        door.see_off(1, "the world has 4 ranks", Duration::from_secs(20));
+        let word = ("the world has 4 ranks", Some(Rank(2)));
+        door.see_off(1, word, Duration::from_secs(20));
         let told = late.join().unwrap().unwrap();
-        let mut expected = Encoder::of(REFUSED);
-        expected.text("the world has 4 ranks");
-        assert_eq!(told, expected.0);
+        assert_eq!(read_refusal(&told), Some((word.0.to_owned(), word.1)));
     }
 
     #[test]
@@ -399,6 +419,7 @@ mod tests {
         fn bytes_of_a_stranger_are_no_hello(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
             let _ = Hello::decode(&[MAGIC.as_slice(), &bytes].concat());
             let _ = read_complaint(&[COMPLAINT.as_slice(), &bytes].concat());
+            let _ = read_refusal(&[&[REFUSED], bytes.as_slice()].concat());
             let _ = read_greeting(&[MAGIC.as_slice(), &bytes].concat());
         }
     }

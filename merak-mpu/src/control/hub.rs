@@ -239,7 +239,7 @@ impl Hub {
                 "the {size} ranks of the world on this port have met, so rank {rank} cannot join \
                  them: give each run a port of its own"
             );
-            self.door.send_away(visitor.channel, &reason);
+            self.door.send_away(visitor.channel, &reason, None);
         }
         self.judge();
     }

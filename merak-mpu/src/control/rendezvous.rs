@@ -72,8 +72,8 @@ pub(super) enum Lines {
 /// Meets the other processes. Rank 0 may bring a listener.
 ///
 /// # Errors
-/// [`Error::Rendezvous`] with what was found, [`Error::Timeout`] on rank 0 when a rank does not
-/// come.
+/// [`Error::Rendezvous`] or [`Error::Refused`] with what was found; where a rank does not come or
+/// is lost meanwhile, [`Error::Timeout`] on rank 0 and [`Error::Aborted`].
 pub(crate) fn meet(options: &JoinOptions, listener: Option<TcpListener>) -> Result<Meeting> {
     let (rank, n) = (options.rank, options.world_size);
     if rank >= n {
@@ -219,13 +219,80 @@ mod tests {
         }
     }
 
-    /// Greets as rank 0 of another version.
-    fn greet(stream: TcpStream, run: &str) -> Channel {
+    /// Greets as rank 0 of a version.
+    fn greet_as(version: &str, stream: TcpStream, run: &str) -> Channel {
         let mut channel = Channel::new(stream).unwrap();
         let mut greeting = Encoder(MAGIC.to_vec());
-        greeting.text("0.0.1").text(run);
+        greeting.text(version).text(run);
         channel.send(&greeting.0).unwrap();
         channel
+    }
+
+    /// Greets as rank 0 of another version.
+    fn greet(stream: TcpStream, run: &str) -> Channel {
+        greet_as("0.0.1", stream, run)
+    }
+
+    /// What rank 1 says of a rank 0 that greets it, hears its hello, and then does `deed`.
+    fn told_of_rank_0(deed: impl FnOnce(Channel) + Send) -> Error {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let options = JoinOptions {
+            beat_timeout: Duration::from_millis(200),
+            ..JoinOptions::new(1, 3, "127.0.0.1", port)
+        };
+        let start = Instant::now();
+        let error = thread::scope(|scope| {
+            scope.spawn(move || {
+                let stream = listener.accept().unwrap().0;
+                let mut channel = greet_as(env!("CARGO_PKG_VERSION"), stream, "");
+                let deadline = Instant::now() + Duration::from_secs(20);
+                channel.wait(MOST_GREETING, deadline).unwrap().unwrap();
+                deed(channel);
+            });
+            meet(&options, None).err().unwrap()
+        });
+        assert!(start.elapsed() < Duration::from_secs(15));
+        error
+    }
+
+    #[test]
+    fn a_rank_0_that_is_lost_while_the_ranks_meet_is_to_blame() {
+        let silent = |channel| {
+            thread::sleep(Duration::from_secs(1));
+            drop(channel);
+        };
+        let gone = told_of_rank_0(drop);
+        let silent = told_of_rank_0(silent);
+        for (error, how) in [(gone, "its process ended"), (silent, "no answer within")] {
+            let told = format!("rank 0 failed: {how} ");
+            assert_eq!(error.culprit(), Some(Rank(0)), "{error}");
+            assert!(error.to_string().starts_with(&told), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_does_not_come_is_to_blame_and_a_wrong_launch_is_nobodys_loss() {
+        let told = |sizes: [usize; 2]| {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+            let port = listener.local_addr().unwrap().port();
+            let meet_as = |rank, listener| {
+                let options = JoinOptions::new(rank, sizes[rank], "127.0.0.1", port);
+                let options = options.with_timeout(Duration::from_secs(1));
+                meet(&options, listener).err().unwrap()
+            };
+            thread::scope(|scope| {
+                let first = scope.spawn(|| meet_as(0, Some(listener)));
+                [meet_as(1, None), first.join().unwrap()]
+            })
+        };
+        let [other, first] = told([3, 3]);
+        assert!(matches!(first, Error::Timeout { .. }), "{first}");
+        assert!(matches!(other, Error::Aborted { by: 2, .. }), "{other}");
+        assert_eq!(other.to_string(), format!("rank 2 failed: {first}"));
+        let [other, first] = told([3, 4]);
+        assert!(matches!(first, Error::Rendezvous { .. }), "{first}");
+        assert!(matches!(other, Error::Refused { .. }), "{other}");
     }
 
     #[test]

@@ -458,6 +458,8 @@ fn a_rank_that_never_comes_is_named_to_those_that_have() {
         );
         let told = " waits for the first word of rank 1";
         assert!(said.ends_with(told), "{rank}: {said}");
+        let blamed = said.starts_with("rank 1 failed: ");
+        assert_eq!(blamed, rank == 2, "{rank}: {said}");
     }
 }
 

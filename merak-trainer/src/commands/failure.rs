@@ -78,6 +78,7 @@ impl Failure {
         }
         match (self.run_error(), self.0.downcast_ref::<io::Error>()) {
             (Some(RunError::Rank { teller, .. }), _) if *teller != Teller::Here => 3,
+            (Some(RunError::Absent(_)), _) => 3,
             (Some(error), _) if !error.is_user_error() => 1,
             (None, Some(_)) => 1,
             _ => 2,

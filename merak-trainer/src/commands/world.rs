@@ -8,7 +8,7 @@ use merak_mpu::{
     Built, ChosenEngine, EngineKind, Error as Met, Group, Launch, Member, Wait, tcp, threads,
 };
 use merak_trainer::{
-    Config, Device, Error, Given, Result, World, chain,
+    Config, Device, Error, Given, Result, Teller, World, chain,
     metrics::Screen,
     network::{Make, on_host},
 };
@@ -258,13 +258,26 @@ fn join_by(
         return nccl::join(launch, timeout, config);
     }
     let _ = config;
-    launch.join(engine, timeout).map_err(unjoined)
+    launch
+        .join(engine, timeout)
+        .map_err(|met| unjoined(launch.rank, met))
 }
 
-/// Why a process has not met the others. Where some have not come, it says what to do.
-fn unjoined(met: Met) -> Error {
+/// Why a process has not met the others. Where some have not come, it says what to do. A rank that
+/// was lost is named by each of the others: none has a log yet, and the lost one may tell nothing.
+fn unjoined(rank: usize, met: Met) -> Error {
+    let lost = |rank, cause| Error::Rank {
+        rank,
+        cause,
+        teller: Teller::HereForOther,
+    };
     match met {
         Met::Timeout { ref wait, .. } if wait.op == Wait::JOIN => Error::Absent(Box::new(met)),
+        Met::Timeout { ref wait, .. } => match wait.missing.first() {
+            Some(missing) => lost(missing.0, met.to_string()),
+            None => met.into(),
+        },
+        Met::Aborted { by, reason } if by != rank => lost(by, reason),
         met => met.into(),
     }
 }
@@ -348,4 +361,51 @@ pub(crate) fn describe(config: &Result<Config>) -> Vec<(&'static str, Value)> {
     #[cfg(feature = "nccl")]
     found.push(("nccl", json!(nccl::describe(config.as_ref().ok()))));
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::failure::Failure;
+    use merak_mpu::Rank;
+
+    #[test]
+    fn a_rank_that_is_lost_while_the_ranks_meet_ends_the_others_with_3_and_a_wrong_launch_with_2() {
+        let status = |met| Failure::from(unjoined(1, met)).exit_status();
+        let late = |op: &str| Met::Timeout {
+            after: RENDEZVOUS,
+            wait: Box::new(Wait {
+                rank: Rank(1),
+                op: op.to_owned(),
+                group: "world of 3".to_owned(),
+                sequence: 0,
+                missing: vec![Rank(2)],
+            }),
+            others: Vec::new(),
+        };
+        let aborted = |by| Met::Aborted {
+            by,
+            reason: "its process ended".to_owned(),
+        };
+        for lost in [aborted(0), aborted(2), late(Wait::JOIN), late("connect")] {
+            assert_eq!(status(lost), 3);
+        }
+        assert_eq!(status(aborted(1)), 1);
+        let named = unjoined(1, late("connect")).to_string();
+        assert!(
+            named.starts_with("rank 2 failed: no answer within "),
+            "{named}"
+        );
+        let reason = || "the world has 3 ranks".to_owned();
+        let refused = Met::Refused {
+            rank: 1,
+            reason: reason(),
+        };
+        let unmet = Met::Rendezvous {
+            rank: 1,
+            address: "n1:29500".to_owned(),
+            reason: reason(),
+        };
+        assert_eq!([refused, unmet].map(status), [2, 2]);
+    }
 }

@@ -5,10 +5,10 @@ use super::{
     open_data, read_welcome, resolve,
 };
 use crate::{
-    Error, Result,
+    Error, Rank, Result,
     control::{
         JoinOptions,
-        door::{REFUSED, complaint},
+        door::{complaint, read_refusal},
         wire::{Channel, Decoder, MOST_BYTES, Malformed},
     },
 };
@@ -51,8 +51,13 @@ pub(super) fn visit(options: &JoinOptions) -> Result<Meeting> {
     let _ = channel.send(&hello.encode());
     let epoch = read_clock(options, &mut channel)?;
     let _ = channel.send(&[READY]);
-    // Rank 0 knows who is missing, so it has the first word at the deadline.
-    let frame = reply(options, &mut channel, deadline + 2 * TRY)?;
+    // Rank 0 knows who is missing, so it has the first word at its deadline, which is not later
+    // than if it had begun to wait just now.
+    let frame = reply(
+        options,
+        &mut channel,
+        Instant::now() + options.timeout + 2 * TRY,
+    )?;
     let mut decoder = Decoder(&frame);
     let strange = |Malformed| options.refuse("rank 0 sent bytes that no rank sends");
     if decoder.byte().map_err(strange)? != WELCOME {
@@ -153,28 +158,39 @@ fn read_clock(options: &JoinOptions, channel: &mut Channel) -> Result<Instant> {
 
 /// The next frame of rank 0, unless it sends this rank away.
 fn reply(options: &JoinOptions, channel: &mut Channel, deadline: Instant) -> Result<Vec<u8>> {
+    let asked = Instant::now();
     let frame = match channel.wait(MOST_BYTES, deadline) {
-        Ok(frame) => frame,
-        Err(error) if is_gone(&error) => None,
-        Err(error) => return Err(at(options, &error)),
+        Ok(Some(frame)) => frame,
+        Ok(None) if Instant::now() < deadline => return Err(lost(options, GONE)),
+        Ok(None) => {
+            let silence = format!(
+                "no answer within {:.0?}: its process is stopped or its host is cut off",
+                asked.elapsed()
+            );
+            return Err(lost(options, &silence));
+        }
+        Err(error) if is_gone(&error) => return Err(lost(options, GONE)),
+        // What came is no frame; the system's own errors are of other kinds.
+        Err(error) if error.kind() == ErrorKind::Other => return Err(at(options, &error)),
+        Err(error) => return Err(lost(options, &error.to_string())),
     };
-    let Some(frame) = frame else {
-        let reason = if Instant::now() < deadline {
-            "rank 0 ended before all ranks had come"
-        } else {
-            "rank 0 did not say who is missing"
-        };
-        return Err(options.refuse(reason));
-    };
-    if let Some((&REFUSED, mut rest)) = frame
-        .split_first()
-        .map(|(kind, rest)| (kind, Decoder(rest)))
-    {
-        let reason = rest.text().unwrap_or_else(|Malformed| "no reason".into());
-        return Err(Error::Refused {
+    match read_refusal(&frame) {
+        Some((reason, Some(lost))) => Err(Error::aborted(lost, reason)),
+        Some((reason, None)) => Err(Error::Refused {
             rank: options.rank,
             reason,
-        });
+        }),
+        None => Ok(frame),
     }
-    Ok(frame)
+}
+
+const GONE: &str = "its process ended before all ranks had come";
+
+/// The error where rank 0 was found, and lost again.
+fn lost(options: &JoinOptions, reason: &str) -> Error {
+    let (rank, place) = (options.rank, options.place());
+    Error::aborted(
+        Rank(0),
+        format!("{reason} (rank {rank} waits for them at {place})"),
+    )
 }

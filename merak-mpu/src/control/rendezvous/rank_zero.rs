@@ -109,7 +109,8 @@ pub(super) fn host(options: &JoinOptions, listener: TcpListener) -> Result<Meeti
         let frame = welcome(nonce, &table, (&hosts, &sharers));
         let visitor = visitors.get_mut(&number).expect("its number was just read");
         if let Err(error) = visitor.channel.send(&frame) {
-            let error = options.refuse(format!("rank {number} left while the ranks met: {error}"));
+            let reason = format!("it left while the ranks met: {error}");
+            let error = Error::aborted(Rank(number), reason);
             send_all_away(door, visitors, options, &error);
             return Err(error);
         }
@@ -167,7 +168,7 @@ fn gather(
         visitors.retain(|_, visitor| answer(visitor, epoch));
         for mut visitor in door.turn() {
             if let Err(error) = admit(options, own, &visitor.hello, visitors) {
-                door.send_away(visitor.channel, &error.to_string());
+                door.send_away(visitor.channel, &error.to_string(), None);
                 return Err(error);
             }
             answer(&mut visitor, epoch);
@@ -175,7 +176,7 @@ fn gather(
         }
         if let Some((reason, channel)) = door.take_complaint() {
             let error = options.refuse(reason);
-            door.send_away(channel, &error.to_string());
+            door.send_away(channel, &error.to_string(), None);
             return Err(error);
         }
     }
@@ -292,11 +293,21 @@ fn send_all_away(
     options: &JoinOptions,
     error: &Error,
 ) {
-    let reason = error.to_string();
+    let (reason, lost) = word_of(error);
     for visitor in visitors.into_values() {
-        door.send_away(visitor.channel, &reason);
+        door.send_away(visitor.channel, &reason, lost);
     }
-    door.see_off(options.world_size - 1, &reason, LAST_CALL);
+    door.see_off(options.world_size - 1, (&reason, lost), LAST_CALL);
+}
+
+/// What the others are told of an error: the reason, and the rank that is lost where one is. What
+/// is wrong with the launch itself is no rank's loss.
+fn word_of(error: &Error) -> (String, Option<Rank>) {
+    match error {
+        Error::Aborted { by, reason } => (reason.clone(), Some(Rank(*by))),
+        Error::Timeout { wait, .. } => (error.to_string(), wait.missing.first().copied()),
+        _ => (error.to_string(), None),
+    }
 }
 
 /// Where a visitor takes connections, as rank 0 sees it.

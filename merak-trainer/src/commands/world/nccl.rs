@@ -16,7 +16,8 @@ pub(super) fn join(launch: &Launch, timeout: Duration, config: Option<&Config>) 
         options.allocate = Some(device_memory());
     }
     nccl::join(&options).map_err(|met| match met {
-        Met::Aborted { by, reason } if by != launch.rank => Error::Rank {
+        // A first rank that is lost tells nothing.
+        Met::Aborted { by, reason } if by != launch.rank && by != 0 => Error::Rank {
             rank: by,
             cause: reason,
             teller: Teller::Other,
@@ -27,7 +28,7 @@ pub(super) fn join(launch: &Launch, timeout: Duration, config: Option<&Config>) 
         {
             Error::Told(Box::new(met.into()))
         }
-        met => super::unjoined(met),
+        met => super::unjoined(launch.rank, met),
     })
 }
 

@@ -7,7 +7,7 @@ use std::{
     net::TcpStream,
     process::Command,
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use insta::assert_snapshot;
@@ -105,7 +105,7 @@ fn generation_reads_the_engine_from_the_environment() {
     tell_place(&mut command, 0, 2, free_port());
     command.env("MERAK_DISTRIBUTED__TIMEOUT_S", "0.5");
     let ended = end(&place, command);
-    assert_eq!(ended.status, Some(1), "{}", ended.stderr);
+    assert_eq!(ended.status, Some(3), "{}", ended.stderr);
     let told = "error: no answer within 500ms: rank 0 of the world of 2 at 127.0.0.1:";
     assert!(ended.stderr.starts_with(told), "{}", ended.stderr);
     let told = " waits for the first word of rank 1: start all ranks within \
@@ -115,7 +115,7 @@ fn generation_reads_the_engine_from_the_environment() {
     tell_place(&mut command, 0, 2, free_port());
     command.env("MERAK_DISTRIBUTED__TIMEOUT_S", "0.5");
     let ended = end(&place, command);
-    assert_eq!(ended.status, Some(1), "{}", ended.stderr);
+    assert_eq!(ended.status, Some(3), "{}", ended.stderr);
     let told = "error: no answer within 500ms: ";
     assert!(ended.stderr.starts_with(told), "{}", ended.stderr);
     let mut command = place.command(line);
@@ -176,6 +176,79 @@ fn processes_with_other_numbers_of_processes_are_named_by_rank_0() {
         assert_eq!(ended.status, Some(2), "{}", ended.stderr);
     }
     assert!(!place.path("run").exists());
+}
+
+/// Waits until as many processes are connected with a port of this machine.
+fn wait_for_connections(port: u16, num: usize) {
+    let own = format!(":{port:04X}");
+    let deadline = Instant::now() + Duration::from_mins(1);
+    loop {
+        let table = fs::read_to_string("/proc/net/tcp").expect("Linux lists its sockets");
+        let is_connected = |line: &&str| {
+            let mut words = line.split_whitespace().skip(1);
+            let here = words.next().is_some_and(|here| here.ends_with(&own));
+            here && words.nth(1) == Some("01")
+        };
+        if table.lines().filter(is_connected).count() == num {
+            return;
+        }
+        assert!(Instant::now() < deadline, "nobody has come to port {port}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_rank_0_that_is_killed_while_the_ranks_meet_is_named_by_the_others_which_end_with_3() {
+    let place = Workplace::new();
+    let port = free_port();
+    let line = "train merak.toml --dp 4 --distributed.timeout_s 60";
+    // Rank 3 never comes.
+    let commands = (0..3).map(|rank| {
+        let mut command = place.command(line);
+        tell_place(&mut command, rank, 4, port);
+        command
+    });
+    let start = Instant::now();
+    let ended = thread::scope(|scope| {
+        let ended = scope.spawn(|| end_all(&place, commands.collect()));
+        wait_for_connections(port, 2);
+        // Both hear who listens there at once.
+        thread::sleep(Duration::from_millis(500));
+        kill("KILL", rank_in(place.folder.path(), 0));
+        ended.join().expect("they end")
+    });
+    assert!(start.elapsed() < Duration::from_secs(50));
+    for (rank, ended) in ended.iter().enumerate().skip(1) {
+        let told = format!(
+            "[rank {rank}] error: rank 0 failed: its process ended before all ranks had come (rank \
+             {rank} waits for them at 127.0.0.1:{port})\n"
+        );
+        assert_eq!((ended.status, &*ended.stderr), (Some(3), &*told));
+    }
+    assert!(!place.path("run").exists());
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_by_the_others_which_end_with_3() {
+    let place = Workplace::new();
+    let port = free_port();
+    let commands = (0..2).map(|rank| {
+        let mut command = place.command("train merak.toml --dp 3 --distributed.timeout_s 3");
+        tell_place(&mut command, rank, 3, port);
+        command
+    });
+    let ended = end_all(&place, commands.collect());
+    let late = format!(
+        "no answer within 3s: rank 0 of the world of 3 at 127.0.0.1:{port} waits for the first \
+         word of rank 2"
+    );
+    let told = [
+        format!("error: {late}: start all ranks within \"distributed.timeout_s\", or raise it\n"),
+        format!("[rank 1] error: rank 2 failed: {late}\n"),
+    ];
+    for (ended, told) in ended.iter().zip(told) {
+        assert_eq!((ended.status, &*ended.stderr), (Some(3), &*told));
+    }
 }
 
 #[test]
