@@ -49,13 +49,15 @@ impl World {
     /// All-gathers of the hosts' numbers and names.
     ///
     /// # Errors
-    /// [`Error::Group`] when the world has failed already.
+    /// [`Error::Rank`] when another rank has failed.
     pub fn of_process(member: Member, engine: ChosenEngine) -> Result<Self> {
-        let group = member.group("run", &everybody(&member))?;
+        let met = |error| of_other_at_start(&member, error);
+        let group = member.group("run", &everybody(&member)).map_err(met)?;
         let place = member.locality();
         let number = place.host as u32;
-        let of_ranks = group.all_gather_vec(vec![number])?;
-        let names = group.all_gather_bytes(host_name().into_bytes())?;
+        let of_ranks = group.all_gather_vec(vec![number]).map_err(met)?;
+        let names = group.all_gather_bytes(host_name().into_bytes());
+        let names = names.map_err(met)?;
         let host = Host {
             engine,
             number,
@@ -370,6 +372,18 @@ fn of_other(member: &Member, error: merak_mpu::Error) -> Error {
     failure_of_other(member, &[member.rank()]).unwrap_or_else(|| error.into())
 }
 
+/// [`of_other`] while no rank has a log yet: each tells what has ended it.
+fn of_other_at_start(member: &Member, error: merak_mpu::Error) -> Error {
+    match of_other(member, error) {
+        Error::Rank { rank, cause, .. } => Error::Rank {
+            rank,
+            cause,
+            teller: Teller::HereForOther,
+        },
+        own => own,
+    }
+}
+
 /// [`Error::Rank`] where a rank that is not `here` failed the world of a member.
 fn failure_of_other(member: &Member, here: &[Rank]) -> Option<Error> {
     let failure = member.failure()?;
@@ -475,6 +489,27 @@ mod tests {
             key,
             advice: "set it".to_owned(),
         })
+    }
+
+    #[test]
+    fn a_rank_that_is_lost_in_the_first_collectives_is_named_by_each_of_the_others() {
+        let told = testing::world(3, |member| {
+            if member.rank().0 == 1 {
+                member.abort("its process ended");
+            }
+            World::of_process(member, ChosenEngine::Tcp).unwrap_err()
+        });
+        assert!(matches!(told[1], Error::Group(_)), "{:?}", told[1]);
+        for survivor in [&told[0], &told[2]] {
+            assert_eq!(survivor.to_string(), "rank 1 failed: its process ended");
+            assert!(matches!(
+                survivor,
+                Error::Rank {
+                    teller: Teller::HereForOther,
+                    ..
+                }
+            ));
+        }
     }
 
     #[test]
