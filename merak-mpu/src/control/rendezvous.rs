@@ -22,6 +22,12 @@ use std::{
 /// How many ports from the given one on rank 0 may take, where others hold the first ones.
 const PORTS: u16 = 16;
 
+/// Shortest pause between two looks for rank 0, or for its host's name; each is twice as long.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// Longest of these pauses.
+const MOST_PAUSE: Duration = Duration::from_millis(500);
+
 /// Longest wait for a connection to one address, and for the first word of the process that
 /// listens there.
 const TRY: Duration = Duration::from_secs(1);
@@ -82,11 +88,12 @@ pub(crate) fn meet(options: &JoinOptions, listener: Option<TcpListener>) -> Resu
         )));
     }
     if rank == 0 {
+        let epoch = Instant::now();
         let listener = match listener {
             Some(listener) => listener,
-            None => rank_zero::open_port(options)?,
+            None => rank_zero::open_port(options, epoch + options.timeout)?,
         };
-        rank_zero::host(options, listener)
+        rank_zero::host(options, epoch, listener)
     } else {
         other_rank::visit(options)
     }

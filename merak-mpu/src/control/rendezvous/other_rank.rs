@@ -1,8 +1,8 @@
 //! Another rank of a meeting: finds rank 0, and waits until all have come.
 
 use super::{
-    Lines, Meeting, PING, PONG, PORTS, READY, Star, TRY, WELCOME, at, connect, hello, is_gone,
-    open_data, read_welcome, resolve,
+    Lines, MOST_PAUSE, Meeting, PAUSE, PING, PONG, PORTS, READY, Star, TRY, WELCOME, at, connect,
+    hello, is_gone, open_data, read_welcome, resolve,
 };
 use crate::{
     Error, Rank, Result,
@@ -82,7 +82,7 @@ pub(super) fn visit(options: &JoinOptions) -> Result<Meeting> {
 
 /// Looks for rank 0 on each of the ports that it may have.
 fn find(options: &JoinOptions, deadline: Instant) -> Result<Channel> {
-    let mut pause = Duration::from_millis(10);
+    let mut pause = PAUSE;
     let mut seen = "nothing listens there: it has not started, or has ended before".to_owned();
     loop {
         for offset in 0..PORTS {
@@ -130,7 +130,7 @@ fn find(options: &JoinOptions, deadline: Instant) -> Result<Channel> {
             )));
         }
         thread::sleep(pause);
-        pause = (pause * 2).min(TRY / 2);
+        pause = (pause * 2).min(MOST_PAUSE);
     }
 }
 

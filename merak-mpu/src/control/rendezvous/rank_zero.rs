@@ -1,8 +1,8 @@
 //! Rank 0 of a meeting: waits for the other ranks, and tells each where the others are.
 
 use super::{
-    Lines, Meeting, PING, PONG, PORTS, READY, Star, TRY, at, connect, hello, open_data, resolve,
-    welcome,
+    Lines, MOST_PAUSE, Meeting, PAUSE, PING, PONG, PORTS, READY, Star, TRY, at, connect, hello,
+    open_data, resolve, welcome,
 };
 use crate::{
     Error, Rank, Result, Sides, Wait,
@@ -20,6 +20,7 @@ use std::{
     hash::{BuildHasher, Hasher, RandomState},
     io::{self, ErrorKind},
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -27,9 +28,9 @@ use std::{
 /// They would look for it until their deadline.
 const LAST_CALL: Duration = Duration::from_secs(2);
 
-/// Opens the first free port from the given one on.
-pub(super) fn open_port(options: &JoinOptions) -> Result<TcpListener> {
-    let addresses = resolve(options, options.port).map_err(|error| at(options, &error))?;
+/// Opens the first free port from the given one on, once the name of this host is known.
+pub(super) fn open_port(options: &JoinOptions, deadline: Instant) -> Result<TcpListener> {
+    let addresses = look_up(options, deadline, || resolve(options, options.port))?;
     let wide = match addresses.first() {
         Some(SocketAddr::V6(_)) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
         _ => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
@@ -64,6 +65,34 @@ pub(super) fn open_port(options: &JoinOptions) -> Result<TcpListener> {
     )))
 }
 
+/// Asks for the addresses of this host until there are some: where a cluster gives a process its
+/// name, the name may come later than the process. The other ranks ask as long.
+fn look_up(
+    options: &JoinOptions,
+    deadline: Instant,
+    mut ask: impl FnMut() -> io::Result<Vec<SocketAddr>>,
+) -> Result<Vec<SocketAddr>> {
+    let mut pause = PAUSE;
+    loop {
+        let error = match ask() {
+            Ok(addresses) => return Ok(addresses),
+            Err(error) => error,
+        };
+        if Instant::now() + pause > deadline {
+            return Err(options.refuse(format!(
+                "no address of that host was found within {:?}: {error}",
+                options.timeout
+            )));
+        }
+        if pause == PAUSE {
+            let host = options.host.as_str();
+            tracing::warn!(rank = 0, host, %error, "the host of rank 0 has no address yet");
+        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(MOST_PAUSE);
+    }
+}
+
 /// Where this host reaches a listener of an address.
 fn loopback(ip: IpAddr) -> IpAddr {
     match ip {
@@ -74,8 +103,11 @@ fn loopback(ip: IpAddr) -> IpAddr {
 }
 
 /// Waits until all other ranks have come, and tells each where the others are.
-pub(super) fn host(options: &JoinOptions, listener: TcpListener) -> Result<Meeting> {
-    let epoch = Instant::now();
+pub(super) fn host(
+    options: &JoinOptions,
+    epoch: Instant,
+    listener: TcpListener,
+) -> Result<Meeting> {
     let failed = |error: io::Error| at(options, &error);
     let data = open_data(options, listener.local_addr().map_err(failed)?.ip()).map_err(failed)?;
     let mut door = Door::new(listener, &options.run).map_err(failed)?;
@@ -335,4 +367,37 @@ fn table_for(
         .into_iter()
         .chain(others)
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_comes_late_is_waited_for_and_one_that_never_does_until_the_deadline() {
+        let timeout = Duration::from_millis(300);
+        let options = JoinOptions::new(0, 2, "n1", 29_500).with_timeout(timeout);
+        let address = SocketAddr::from(([10, 0, 0, 1], 29_500));
+        let mut asked = 0;
+        let unknown = || Err(io::Error::other("name or service not known"));
+        let late = || {
+            asked += 1;
+            if asked == 3 {
+                Ok(vec![address])
+            } else {
+                unknown()
+            }
+        };
+        let patience = Duration::from_secs(20);
+        let found = look_up(&options, Instant::now() + patience, late);
+        assert_eq!(found.unwrap(), [address]);
+        let start = Instant::now();
+        let error = look_up(&options, start + timeout, unknown).unwrap_err();
+        assert!(start.elapsed() > timeout / 4 && start.elapsed() < patience);
+        assert_eq!(
+            error.to_string(),
+            "rank 0 cannot meet the others at n1:29500: no address of that host was found within \
+             300ms: name or service not known"
+        );
+    }
 }
