@@ -192,7 +192,8 @@ impl Launch {
     /// not found within `patience`.
     pub fn report(error: &Error, patience: Duration) {
         let text = |name: &str| Some(std::env::var_os(name)?.to_string_lossy().into_owned());
-        let host = text("MASTER_ADDR").filter(|host| !host.is_empty());
+        let host = text("MASTER_ADDR").map(without_brackets);
+        let host = host.filter(|host| !host.is_empty());
         let port = text("MASTER_PORT").and_then(|port| port.trim().parse().ok());
         let is_rank = ["RANK", "WORLD_SIZE"]
             .iter()
@@ -249,7 +250,8 @@ impl Launch {
     fn find_rank_0(&mut self, variables: &Variables<'_>) -> Result<()> {
         let names = &mut self.variables;
         if let Some((name, address)) = variables.one_of(&["MASTER_ADDR"]) {
-            let is_legal = |c: char| c.is_ascii_alphanumeric() || "-_.:%[]".contains(c);
+            let address = without_brackets(address);
+            let is_legal = |c: char| c.is_ascii_alphanumeric() || "-_.:%".contains(c);
             let legal = !address.is_empty() && address.chars().all(is_legal);
             variables.require(Some(name), legal, || "the name or address of a host".into())?;
             (self.address, names.address) = (Some(address), Some(name));
@@ -281,6 +283,16 @@ impl Launch {
             (self.port, names.port) = (Some(port_of(job)), names.job);
         }
         Ok(())
+    }
+}
+
+/// A host's name or address. One of IPv6 may stand in brackets, as it does before a port.
+fn without_brackets(host: String) -> String {
+    let inner = host.strip_prefix('[');
+    let inner = inner.and_then(|inner| inner.strip_suffix(']'));
+    match inner {
+        Some(inner) => inner.to_owned(),
+        None => host,
     }
 }
 

@@ -116,9 +116,14 @@ fn a_slurm_step_says_where_its_first_host_is_and_its_job_which_port() {
     );
     assert_ne!(port_of(&[("SLURM_STEP_ID", "4")]), port);
     assert_eq!(port_of(&[("MASTER_PORT", "29500")]), 29_500);
-    let elsewhere = with(SLURM, &[("MASTER_ADDR", "fe80::1%eth0")]);
-    let elsewhere = launch(&elsewhere).unwrap().address;
-    assert_eq!(elsewhere.as_deref(), Some("fe80::1%eth0"));
+    for (given, address) in [
+        ("fe80::1%eth0", "fe80::1%eth0"),
+        ("[fe80::1%eth0]", "fe80::1%eth0"),
+        ("[fd77::1]", "fd77::1"),
+    ] {
+        let elsewhere = launch(&with(SLURM, &[("MASTER_ADDR", given)])).unwrap();
+        assert_eq!(elsewhere.address.as_deref(), Some(address));
+    }
 }
 
 #[test]
@@ -377,6 +382,18 @@ fn a_value_that_cannot_be_is_refused_with_what_it_should_be() {
             TORCHRUN,
             "MASTER_ADDR",
             "n1 n2",
+            "the name or address of a host",
+        ),
+        (
+            TORCHRUN,
+            "MASTER_ADDR",
+            "[fd77::1",
+            "the name or address of a host",
+        ),
+        (
+            TORCHRUN,
+            "MASTER_ADDR",
+            "[]",
             "the name or address of a host",
         ),
         (TORCHRUN, "MASTER_PORT", "0", "a port from 1 to 65535"),

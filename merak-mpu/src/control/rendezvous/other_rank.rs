@@ -14,6 +14,7 @@ use crate::{
 };
 use std::{
     io::{self, ErrorKind},
+    net::SocketAddr,
     thread,
     time::{Duration, Instant},
 };
@@ -67,7 +68,11 @@ pub(super) fn visit(options: &JoinOptions) -> Result<Meeting> {
     if table.len() != options.world_size {
         return Err(strange(Malformed));
     }
-    let (peers, places): (_, Vec<_>) = table.into_iter().unzip();
+    let (mut peers, places): (Vec<_>, Vec<_>) = table.into_iter().unzip();
+    let center = channel.stream().peer_addr().map_err(failed)?;
+    for peer in &mut peers {
+        take_scope(peer, center);
+    }
     let (hosts, sharers) = places.into_iter().unzip();
     Ok(Meeting {
         nonce,
@@ -78,6 +83,16 @@ pub(super) fn visit(options: &JoinOptions) -> Result<Meeting> {
         data,
         star: Some(Star(Lines::Ray(channel))),
     })
+}
+
+/// Gives an address that counts on one link alone the link on which this process has found rank 0:
+/// each host has numbers of its own for its links.
+fn take_scope(peer: &mut SocketAddr, center: SocketAddr) {
+    if let (SocketAddr::V6(peer), SocketAddr::V6(center)) = (peer, center)
+        && peer.ip().is_unicast_link_local()
+    {
+        peer.set_scope_id(center.scope_id());
+    }
 }
 
 /// Looks for rank 0 on each of the ports that it may have.
@@ -193,4 +208,23 @@ fn lost(options: &JoinOptions, reason: &str) -> Error {
         Rank(0),
         format!("{reason} (rank {rank} waits for them at {place})"),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_of_one_link_is_sought_on_the_link_of_rank_0_and_others_stay_as_they_are() {
+        let found = |peer: &str, center: &str| {
+            let mut peer = peer.parse().unwrap();
+            take_scope(&mut peer, center.parse().unwrap());
+            peer.to_string()
+        };
+        let center = "[fe80::1%3]:29500";
+        assert_eq!(found("[fe80::2]:4000", center), "[fe80::2%3]:4000");
+        assert_eq!(found("[fe80::2%7]:4000", center), "[fe80::2%3]:4000");
+        assert_eq!(found("[fd77::2]:4000", center), "[fd77::2]:4000");
+        assert_eq!(found("10.0.0.2:4000", center), "10.0.0.2:4000");
+    }
 }

@@ -344,7 +344,9 @@ fn word_of(error: &Error) -> (String, Option<Rank>) {
 
 /// Where a visitor takes connections, as rank 0 sees it.
 fn data_address(visitor: &Visitor) -> SocketAddr {
-    SocketAddr::new(visitor.from.ip(), visitor.hello.data_port)
+    let mut address = visitor.from;
+    address.set_port(visitor.hello.data_port);
+    address
 }
 
 /// Where each rank takes connections, as `reader` sees it: those that came over the loopback are
