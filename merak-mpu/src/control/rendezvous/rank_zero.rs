@@ -85,8 +85,12 @@ fn look_up(
             )));
         }
         if pause == PAUSE {
-            let host = options.host.as_str();
-            tracing::warn!(rank = 0, host, %error, "the host of rank 0 has no address yet");
+            // An error, since a mistyped name never has one.
+            let (host, seconds) = (options.host.as_str(), options.timeout.as_secs());
+            tracing::error!(
+                host, %error, seconds,
+                "the host of rank 0 has no address yet: it is looked up for this long"
+            );
         }
         thread::sleep(pause);
         pause = (pause * 2).min(MOST_PAUSE);
