@@ -6,26 +6,32 @@ set -u
 : "${1:?usage: HOSTS=\"n1 n2\" ssh.sh CONFIG [OPTIONS]}"
 read -ra hosts <<<"${HOSTS:?the hosts, parted by blanks}"
 each=${RANKS_PER_HOST:-1}
+ranks=$((${#hosts[@]} * each))
+
+# A signal ends every ssh, which hangs up on its host: the rank there saves and ends. Bash keeps
+# Ctrl-C from what runs in the background.
+pids=()
+is_ended=0
+end_all() {
+    is_ended=1
+    [[ ${#pids[@]} -eq 0 ]] || kill -TERM "${pids[@]}" 2>/dev/null
+}
+trap end_all INT TERM HUP
 
 # Variables as torchrun sets them; rank 0 is on the first host. A second start goes on from the last
 # checkpoint.
-pids=()
-for ((rank = 0; rank < ${#hosts[@]} * each; rank++)); do
-    line="cd $(printf %q "$PWD") && RANK=$rank WORLD_SIZE=$((${#hosts[@]} * each)) \
+for ((rank = 0; rank < ranks && !is_ended; rank++)); do
+    line="cd $(printf %q "$PWD") && RANK=$rank WORLD_SIZE=$ranks \
 LOCAL_RANK=$((rank % each)) LOCAL_WORLD_SIZE=$each \
 MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-29500} exec merak train $(printf '%q ' "$1" --resume auto "${@:2}")"
     ${REMOTE:-ssh -tt} "${hosts[rank / each]}" "$line" </dev/null &
     pids+=($!)
 done
 
-# A run that is to end saves, on every host. A terminal of its own would keep Ctrl-C from the ranks,
-# and bash keeps it from what runs in the background.
-trap 'kill -TERM "${pids[@]}" 2>/dev/null' INT TERM HUP
-
 # Ranks end by themselves when one fails: it has its own status, the others have 3.
 worst=0
 for pid in "${pids[@]}"; do
-    # A signal ends the first wait, and not yet the rank.
+    # A signal ends the wait for an ssh, and not yet that.
     while
         wait "$pid"
         status=$?

@@ -5,9 +5,6 @@ use merak_ckpt::{Store, cli};
 use merak_trainer::CheckedArguments;
 use std::{ffi::OsString, fs, path::PathBuf, time::SystemTime};
 
-/// Goes on from the last checkpoint of a run's own, if there is one.
-const AUTO: &str = "auto";
-
 /// A training's checkpoints, as there were before its first start.
 #[derive(Debug)]
 pub(super) struct Saved {
@@ -59,7 +56,7 @@ fn checkpoints(folder: &PathBuf) -> Vec<(u64, SystemTime)> {
 pub(super) fn words_of_restart(words: &[OsString], saved: &Saved) -> Vec<OsString> {
     let mut keys = Vec::new();
     let arguments = &saved.arguments;
-    let resumes = || ["--resume", AUTO].map(str::to_owned);
+    let resumes = || ["--resume", "auto"].map(str::to_owned);
     if saved.has_new() {
         keys.extend(resumes());
         for (key, value) in arguments.keys_to_resume() {
@@ -70,9 +67,6 @@ pub(super) fn words_of_restart(words: &[OsString], saved: &Saved) -> Vec<OsStrin
     } else if arguments.resume_from_checkpoint.is_none() {
         // What a failed start has left is kept aside.
         keys.extend(resumes());
-    } else if arguments.resume_from_checkpoint.as_deref() != Some(AUTO) && saved.before.is_empty() {
-        // The first start was refused if there was a run: all that is there is what it left itself.
-        keys.extend(["--overwrite_output_dir", "true"].map(str::to_owned));
     }
     let keys = keys.into_iter().map(OsString::from);
     words.iter().cloned().chain(keys).collect()
@@ -84,12 +78,8 @@ mod tests {
     use tempfile::TempDir;
 
     /// What a restart adds to a training's line with these keys, without and with a checkpoint of
-    /// its own, in a folder that has a checkpoint.
+    /// its own.
     fn added(keys: &str) -> [String; 2] {
-        added_in(true, keys)
-    }
-
-    fn added_in(has_checkpoint: bool, keys: &str) -> [String; 2] {
         let place = TempDir::new().unwrap();
         let (config, run) = (place.path().join("c.json"), place.path().join("run"));
         fs::write(&config, "{}").unwrap();
@@ -98,9 +88,7 @@ mod tests {
             fs::create_dir_all(&folder).unwrap();
             fs::write(folder.join(merak_ckpt::format::MANIFEST), "{}").unwrap();
         };
-        if has_checkpoint {
-            checkpoint(5);
-        }
+        checkpoint(5);
         let line = format!(
             "train {} --output_dir {} {keys}",
             config.display(),
@@ -142,9 +130,6 @@ mod tests {
         ] {
             assert_eq!(added(keys), [before, after], "{keys}");
         }
-        let anew = ["--overwrite_output_dir true", "--resume auto"];
-        assert_eq!(added_in(false, "--resume other"), anew);
-        assert_eq!(added_in(false, "--resume auto"), ["", "--resume auto"]);
     }
 
     #[test]

@@ -223,6 +223,6 @@ fn a_signal_to_the_script_over_ssh_has_every_rank_save() {
         launch::end(&place, command)
     });
     assert_eq!(ended.status, Some(143), "{}", ended.stderr);
-    // The script ends last.
+    // What stands for ssh is the rank here, and ends before the script.
     assert!(place.path("run/checkpoints/latest").is_file());
 }
