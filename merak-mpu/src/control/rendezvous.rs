@@ -241,11 +241,11 @@ mod tests {
     }
 
     /// What rank 1 says of a rank 0 that greets it, hears its hello, and then does `deed`.
-    fn told_of_rank_0(deed: impl FnOnce(Channel) + Send) -> Error {
+    fn told_of_rank_0(beat_timeout: Duration, deed: impl FnOnce(Channel) + Send) -> Error {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
         let options = JoinOptions {
-            beat_timeout: Duration::from_millis(200),
+            beat_timeout,
             ..JoinOptions::new(1, 3, "127.0.0.1", port)
         };
         let start = Instant::now();
@@ -269,8 +269,8 @@ mod tests {
             thread::sleep(Duration::from_secs(1));
             drop(channel);
         };
-        let gone = told_of_rank_0(drop);
-        let silent = told_of_rank_0(silent);
+        let gone = told_of_rank_0(Duration::from_secs(10), drop);
+        let silent = told_of_rank_0(Duration::from_millis(200), silent);
         for (error, how) in [(gone, "its process ended"), (silent, "no answer within")] {
             let told = format!("rank 0 failed: {how} ");
             assert_eq!(error.culprit(), Some(Rank(0)), "{error}");

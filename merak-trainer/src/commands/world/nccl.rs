@@ -4,7 +4,7 @@ use merak_mpu::{
     DType, Error as Met, Launch, Member,
     nccl::{self, JoinOptions, Library},
 };
-use merak_trainer::{Config, Error, Result, Teller, network::Make};
+use merak_trainer::{Config, Error, Result, network::Make};
 use std::{path::Path, time::Duration};
 
 /// Joins the processes of a launch. What comes from other devices comes into memory of the backend.
@@ -16,12 +16,6 @@ pub(super) fn join(launch: &Launch, timeout: Duration, config: Option<&Config>) 
         options.allocate = Some(device_memory());
     }
     nccl::join(&options).map_err(|met| match met {
-        // A first rank that is lost tells nothing.
-        Met::Aborted { by, reason } if by != launch.rank && by != 0 => Error::Rank {
-            rank: by,
-            cause: reason,
-            teller: Teller::Other,
-        },
         // All processes meet this alike, or hear of it; rank 0 tells it.
         Met::NoLibrary { .. } | Met::UnfitLibrary { .. } | Met::UnfitEngine { .. }
             if launch.rank > 0 =>
