@@ -28,7 +28,7 @@ use crate::{
 };
 use check::{check_link, check_names, check_outside_data, check_place};
 use lock::{MadeFolders, is_held_by, lock, not_held};
-use merak_ckpt::{HeldFile, replace_file, words::file};
+use merak_ckpt::{HeldFile, format::CHECKPOINTS, replace_file, words::file};
 use moves::{recover, remove_aside};
 pub(crate) use recovered::Contents;
 use start::{Found, Start, adapter_of};
@@ -203,7 +203,7 @@ impl RunFolder {
         let folder = args.run_folder()?;
         let half = Duration::from_secs_f64(args.distributed.timeout_s / 2.0);
         if is_held_by(&folder, holder, half.min(MOST_PATIENCE)) {
-            return check_place(&folder);
+            return check_place(&folder.join(CHECKPOINTS));
         }
         Err(Error::Folder(FolderError::NotShared {
             folder,

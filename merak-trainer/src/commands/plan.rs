@@ -258,7 +258,8 @@ fn no_degrees(task: &Task) -> String {
     }
     let held = held.join(" and ");
     format!(
-        "no degrees with {held}, as the command line says, give that number and divide the samples of a step"
+        "no degrees with {held}, as the command line says, give that number, divide the samples of a step and keep the \
+         ranks of tp and sp on a host"
     )
 }
 

@@ -227,12 +227,14 @@ impl Report {
         let Some(page) = &self.page else {
             return;
         };
-        self.paged = self.logged;
         let path = self.output_dir.join(REPORT_FILE);
         let page = self.file.records().and_then(|records| {
             let html = page.to_html(&records, ran)?;
             replace_file(&path, html.as_bytes()).map_err(|source| Error::Write { path, source })
         });
+        if page.is_ok() {
+            self.paged = self.logged;
+        }
         self.note(page);
     }
 
@@ -258,6 +260,12 @@ impl Report {
             let _ = progress.say(line);
         }
     }
+}
+
+/// Whether a run that has recorded up to a step is a twentieth longer, or shorter, than the page of
+/// the step `paged`.
+fn is_page_due(logged: usize, paged: usize) -> bool {
+    logged.abs_diff(paged) >= paged.div_ceil(20)
 }
 
 /// Nothing has run yet: the folder is at fault.
@@ -380,9 +388,24 @@ impl Callback for Reporter {
             if let Some(progress) = &mut this.progress {
                 let _ = progress.saved(path);
             }
-            if this.logged.abs_diff(this.paged) >= this.paged.div_ceil(20) {
+            if is_page_due(this.logged, this.paged) {
                 this.write_page(None);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_page_due;
+
+    #[test]
+    fn a_page_is_due_where_the_run_is_a_twentieth_longer() {
+        // The first one, also of a part that goes on.
+        assert!(is_page_due(0, 0) && is_page_due(10, 0) && is_page_due(1000, 0));
+        assert!(!is_page_due(20, 20) && is_page_due(21, 20));
+        assert!(!is_page_due(104, 100) && is_page_due(105, 100));
+        // The run went back.
+        assert!(is_page_due(50, 100));
     }
 }

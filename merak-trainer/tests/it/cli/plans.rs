@@ -175,7 +175,7 @@ fn a_search_keeps_the_degrees_of_the_command_line() {
     let fitting = found["search"]["fitting"].as_array().expect("a list");
     assert!(!fitting.is_empty());
     assert!(fitting.iter().all(|one| one["degrees"]["tp"] == 2));
-    assert_snapshot!(place.mistake(&format!("{line} --tp 3 --dp 2")), @"error: the model cannot be planned for 4 ranks: no degrees with dp 2 and tp 3, as the command line says, give that number and divide the samples of a step");
+    assert_snapshot!(place.mistake(&format!("{line} --tp 3 --dp 2")), @"error: the model cannot be planned for 4 ranks: no degrees with dp 2 and tp 3, as the command line says, give that number, divide the samples of a step and keep the ranks of tp and sp on a host");
 }
 
 #[test]
