@@ -112,7 +112,7 @@ const SEARCHED: &[(&str, &str)] = &[
 ];
 
 const OPTIONS: Shown = Run(
-    "src/commands/session.rs",
+    "src/commands/model.rs",
     "every_option_of_generation_follows_its_key_and_has_the_default_of_merak_ckpt",
 );
 const SEARCHES: Shown = Run(
