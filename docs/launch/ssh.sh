@@ -31,7 +31,7 @@ done
 # Ranks end by themselves when one fails: it has its own status, the others have 3.
 worst=0
 for pid in "${pids[@]}"; do
-    # A signal ends the wait for an ssh, and not yet that.
+    # A signal ends the wait at once, and the ssh a little later.
     while
         wait "$pid"
         status=$?

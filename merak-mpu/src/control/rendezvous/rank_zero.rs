@@ -89,7 +89,7 @@ fn look_up(
             let (host, seconds) = (options.host.as_str(), options.timeout.as_secs());
             tracing::error!(
                 host, %error, seconds,
-                "the host of rank 0 has no address yet: it is looked up for this long"
+                "the host of rank 0 has no address yet: it is looked up for as many seconds"
             );
         }
         thread::sleep(pause);
