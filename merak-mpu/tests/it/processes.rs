@@ -273,7 +273,7 @@ fn wait_for_a_sleeper(member: &Member) -> Result<()> {
         said.expect("the test reads it");
     }
     if member.rank().0 == 1 {
-        thread::sleep(4 * SILENCE);
+        thread::sleep(6 * SILENCE);
     }
     world.barrier()
 }
@@ -402,6 +402,8 @@ fn ranks_that_are_all_stopped_go_on_together() {
 fn ranks_that_were_all_stopped_for_longer_than_a_wait_say_so() {
     let mut ranks = Ranks::start("doze", 3, 0..3, free_port());
     ranks.wait_for_sums();
+    // Rank 0 has yet to get from its words into the wait.
+    thread::sleep(SILENCE / 2);
     ranks.signal(&[0, 1, 2], Signal::STOP);
     thread::sleep(2 * SILENCE + SILENCE / 4);
     ranks.signal(&[0, 1, 2], Signal::CONT);
