@@ -93,6 +93,9 @@ fn main() -> ExitCode {
         }
         return ExitCode::from(2);
     }
+    if let Err(error) = cli::survive_size_limit() {
+        tracing::warn!(%error, "a write beyond the limit on file sizes ends the process");
+    }
     run(cli, &screen).unwrap_or_else(|failure| {
         failure.tell(&screen);
         ExitCode::from(failure.exit_status())

@@ -131,7 +131,11 @@ impl RunMemory {
         let half = self.total() / 2;
         match largest {
             _ if self.data > half => "less data",
+            _ if self.threads > half && self.ranks == 1 => {
+                "a smaller \"compute.threads_per_rank\" or \"dataloader_num_workers\""
+            }
             _ if self.threads > half => "fewer ranks on this machine",
+            _ if self.activations <= half && self.ranks == 1 => "a smaller model",
             _ if self.activations <= half => "a smaller model or fewer ranks on this machine",
             Some(Workload::Evaluation { .. }) => {
                 "a smaller \"per_device_eval_batch_size\" or \"seq_length\""
@@ -334,26 +338,20 @@ impl Plan {
         data: u64,
     ) -> Result<RunMemory> {
         let (ranks, touched) = (self.memory(args, workloads)?, touched_bytes(args));
-        Ok(of_ranks(&ranks, args, touched, data))
+        let data = data.saturating_mul(args.processes_here() as u64);
+        Ok(of_ranks(&ranks, &args.pipeline_ranks_here(), touched, data))
     }
 }
 
-/// The needs of a pipeline's ranks for all ranks on this host, with threads and data. Each process
-/// holds the data.
-fn of_ranks(
-    pipeline: &[MemoryNeed],
-    args: &CheckedArguments,
-    threads: u64,
-    data: u64,
-) -> RunMemory {
-    let ranks = args.pipeline_ranks_here();
+/// The needs of a pipeline's ranks for so many ranks at each place of it, with threads and data.
+fn of_ranks(pipeline: &[MemoryNeed], ranks: &[usize], threads: u64, data: u64) -> RunMemory {
     let of_all = |part: fn(&MemoryNeed) -> usize| {
-        let parts = pipeline.iter().zip(&ranks);
+        let parts = pipeline.iter().zip(ranks);
         let parts = parts.map(|(need, &ranks)| (part(need) as u64).saturating_mul(ranks as u64));
         parts.fold(0, u64::saturating_add)
     };
     RunMemory {
-        ranks: args.ranks_here(),
+        ranks: ranks.iter().sum(),
         weights: of_all(|need| need.weights),
         gradients: of_all(|need| need.gradients),
         optimizer: of_all(|need| need.optimizer),
@@ -361,7 +359,7 @@ fn of_ranks(
         exchange: of_all(|need| need.exchange),
         activations: of_all(|need| need.activations.saturating_add(need.pool)),
         threads,
-        data: data.saturating_mul(args.processes_here() as u64),
+        data,
     }
 }
 
@@ -517,7 +515,7 @@ mod tests {
             let ([touched, mapped], alone) = (threads(engine, 12 << 20), threads(engine, 0));
             assert_eq!(
                 [touched, mapped],
-                [alone[0] + shared, alone[1] + maps * shared]
+                [alone[0] + shared, alone[1] + maps * shared / 4]
             );
         }
     }

@@ -145,6 +145,7 @@ pub(crate) fn run(args: Args, log: &str) -> Outcome {
                     end.how,
                     args.max_restarts
                 );
+                program.prepare_restart();
             }
         }
     }

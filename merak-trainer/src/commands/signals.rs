@@ -36,7 +36,6 @@ fn listen(stop: &Arc<AtomicI64>) -> io::Result<()> {
     if !is_ignored(SIGHUP) {
         watched.push(SIGHUP);
     }
-    merak_ckpt::cli::survive_size_limit()?;
     let is_late = Arc::new(AtomicBool::new(false));
     for &signal in &watched {
         flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&is_late))?;

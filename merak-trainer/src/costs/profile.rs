@@ -321,7 +321,9 @@ fn has_room(
     } else {
         Network::needed_bytes(args)
     };
-    let shortage = shortage_beside_threads(args, needed);
+    let holds_all = !by_all && world.has_first();
+    let processes = if holds_all { 1 } else { args.processes_here() };
+    let shortage = shortage_beside_threads(args, needed, needed.div_ceil(processes as u64));
     let is_short = shortage.is_some();
     // Where a process lacks memory: whether this is the first one that does.
     let is_first = world.together(|member| {

@@ -2,8 +2,10 @@
 
 use super::{
     ASIDE, Contents, METRICS_FILE, MOVING, RESOLVED, RunFolder,
+    lock::lock,
     moves::{
-        elsewhere, free_names, free_within, place_checkpoints, remove_aside, remove_run, set_aside,
+        elsewhere, free_names, free_within, place_checkpoints, recover, remove_aside, remove_run,
+        set_aside,
     },
     start::{Found, Start, adapter_of, has_trained_adapter},
 };
@@ -153,6 +155,29 @@ impl RunFolder {
         Ok(text)
     }
 
+    /// Keeps for good what a failed start of a run has left in its folder, which has to have no run
+    /// when it begins again. Anything else that lies there stays.
+    ///
+    /// # Errors
+    /// When another process writes the folder, or it cannot be changed.
+    pub fn keep_failed_start(args: &CheckedArguments) -> Result<()> {
+        let path = args.run_folder()?;
+        if Start::of(args, &path) != Start::Fresh || !path.is_dir() {
+            return Ok(());
+        }
+        let failed = FolderError::output_dir(&path);
+        let _lock = lock(&path)?;
+        recover(&path).map_err(failed)?;
+        if Found::look(&path)?.is_run() {
+            keep(
+                &path,
+                has_adapter_to_keep(&path, args.lora_config.is_some()),
+            )
+            .map_err(failed)?;
+        }
+        Ok(())
+    }
+
     pub(super) fn make_room(&self, from: Option<u64>) -> io::Result<()> {
         let trains_adapter = self.adapter.is_some();
         let has_adapter = has_adapter_to_keep(&self.path, trains_adapter);
@@ -163,7 +188,7 @@ impl RunFolder {
         match room.replaced {
             Fate::Removed => remove_aside(&self.path)?,
             Fate::Kept => {
-                let kept = self.path.join(self.next_earlier()?);
+                let kept = self.path.join(next_earlier(&self.path)?);
                 fs::rename(self.path.join(ASIDE), &kept)?;
                 let path = file(&kept);
                 tracing::warn!(%path, "the run that was to be replaced is kept there");
@@ -173,15 +198,7 @@ impl RunFolder {
         match room.own {
             Fate::Stays => {}
             Fate::Aside => set_aside(&self.path, &self.path.join(ASIDE), takes_adapter)?,
-            Fate::Kept => {
-                let kept = self.path.join(self.next_earlier()?);
-                set_aside(&self.path, &kept, has_adapter)?;
-                let path = file(&kept);
-                tracing::warn!(
-                    %path,
-                    "no checkpoint to go on from: the run begins anew, and what was there is kept there"
-                );
-            }
+            Fate::Kept => keep(&self.path, has_adapter)?,
             Fate::LaterKept(step) => self.keep_later(step)?,
             Fate::Removed => remove_run(&self.path, takes_adapter)?,
         }
@@ -197,7 +214,7 @@ impl RunFolder {
     /// Sets aside the checkpoints after `step`, the adapter of the last of them, the configuration
     /// and a copy of the records.
     fn keep_later(&self, step: u64) -> io::Result<()> {
-        let (moving, name) = (self.path.join(MOVING), self.next_earlier()?);
+        let (moving, name) = (self.path.join(MOVING), next_earlier(&self.path)?);
         fs::create_dir(&moving)?;
         let adapter = self.adapter.is_some().then_some(ADAPTER_FOLDER);
         for name in adapter.into_iter().chain([RESOLVED]) {
@@ -227,13 +244,25 @@ impl RunFolder {
         );
         Ok(())
     }
+}
 
-    /// The first free name for a run that is kept.
-    fn next_earlier(&self) -> io::Result<String> {
-        let contents = Contents::look(&self.path)?;
-        let mut names = free_names(&self.path, &contents);
-        Ok(names.next().expect("no folder has so many entries"))
-    }
+/// Keeps the run of a folder for good, which has no checkpoint to go on from.
+fn keep(folder: &Path, has_adapter: bool) -> io::Result<()> {
+    let kept = folder.join(next_earlier(folder)?);
+    set_aside(folder, &kept, has_adapter)?;
+    let path = file(&kept);
+    tracing::warn!(
+        %path,
+        "no checkpoint to go on from: the run begins anew, and what was there is kept there"
+    );
+    Ok(())
+}
+
+/// The first free name for a run that is kept.
+fn next_earlier(folder: &Path) -> io::Result<String> {
+    let contents = Contents::look(folder)?;
+    let mut names = free_names(folder, &contents);
+    Ok(names.next().expect("no folder has so many entries"))
 }
 
 /// Whether a folder has an adapter that goes with its run when that is kept.

@@ -1,7 +1,7 @@
 //! Whether the memory of this process is enough for a run.
 
 use super::{
-    RunMemory, Workload, of_ranks,
+    MemoryNeed, RunMemory, Workload, of_ranks,
     threads::{mapped_bytes, touched_bytes},
 };
 use crate::{
@@ -56,9 +56,20 @@ pub struct MemoryShortage {
 /// Names of the resource that is short.
 const MEMORY: &str = "memory";
 const ADDRESSES: &str = "addresses (RLIMIT_AS, `ulimit -v`)";
+const ADDRESSES_OF_EACH: &str = "addresses in each process (RLIMIT_AS, `ulimit -v`)";
+
+/// What a limit on addresses is short of: each process has its own limit.
+fn addresses(args: &CheckedArguments) -> &'static str {
+    if args.are_processes() {
+        ADDRESSES_OF_EACH
+    } else {
+        ADDRESSES
+    }
+}
 
 impl Plan {
-    /// Refuses a run whose ranks, all in this process, need more memory than this machine has.
+    /// Refuses a run whose ranks on this host need more memory than it has, or one of whose
+    /// processes there needs more addresses than this one may reserve.
     ///
     /// # Errors
     /// [`Error::Memory`] with the figures.
@@ -92,12 +103,15 @@ impl Plan {
         room: Room,
     ) -> Result<()> {
         let ranks = self.memory(args, workloads)?;
-        let in_memory = of_ranks(&ranks, args, touched_bytes(args), data);
-        let values = of_ranks(&ranks, args, 0, 0);
+        let here = args.pipeline_ranks_here();
+        let all_data = data.saturating_mul(args.processes_here() as u64);
+        let in_memory = of_ranks(&ranks, &here, touched_bytes(args), all_data);
+        let process = neediest_process(&ranks, here, args);
+        let values = of_ranks(&ranks, &process, 0, 0);
         let reserved = room.products.map(|products| {
             let threads = mapped_bytes(args, values.total(), products);
-            let needed = of_ranks(&ranks, args, threads, data);
-            (needed, ADDRESSES, room.addresses.saturating_add(data))
+            let needed = of_ranks(&ranks, &process, threads, data);
+            (needed, addresses(args), room.addresses.saturating_add(data))
         });
         let needs = iter::once((in_memory, MEMORY, room.memory)).chain(reserved);
         let mut shortages = needs.filter(|(needed, _, available)| needed.total() > *available);
@@ -115,6 +129,23 @@ impl Plan {
     }
 }
 
+/// How many ranks of each place of a pipeline the process has that needs most: one rank where each
+/// is a process, otherwise all of them.
+fn neediest_process(
+    pipeline: &[MemoryNeed],
+    here: Vec<usize>,
+    args: &CheckedArguments,
+) -> Vec<usize> {
+    if !args.are_processes() {
+        return here;
+    }
+    let places = (0..here.len()).filter(|&place| here[place] > 0);
+    let neediest = places.max_by_key(|&place| pipeline[place].total());
+    (0..here.len())
+        .map(|place| usize::from(Some(place) == neediest))
+        .collect()
+}
+
 /// What the ranks would need to do something else than to train, of a resource that is short.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shortage {
@@ -126,20 +157,25 @@ pub(crate) struct Shortage {
     pub(crate) available: u64,
 }
 
-/// What this process lacks where it may not use `bytes` bytes of values beside the threads of its
-/// ranks.
-pub(crate) fn shortage_beside_threads(args: &CheckedArguments, bytes: u64) -> Option<Shortage> {
+/// What this process lacks where the ranks on its host may not use `bytes` bytes of values beside
+/// their threads, `of_process` of them its own.
+pub(crate) fn shortage_beside_threads(
+    args: &CheckedArguments,
+    bytes: u64,
+    of_process: u64,
+) -> Option<Shortage> {
     let room = Room::of_process();
-    let reserved = room.products.map(|products| {
-        let threads = mapped_bytes(args, bytes, products);
-        (threads, ADDRESSES, room.addresses)
+    let reserved = room.products.map(|products| Shortage {
+        needed: of_process.saturating_add(mapped_bytes(args, of_process, products)),
+        what: addresses(args),
+        available: room.addresses,
     });
-    let needs = iter::once((touched_bytes(args), MEMORY, room.memory)).chain(reserved);
-    let mut shortages = needs.map(|(beside, what, available)| Shortage {
-        needed: bytes.saturating_add(beside),
-        what,
-        available,
-    });
+    let in_memory = Shortage {
+        needed: bytes.saturating_add(touched_bytes(args)),
+        what: MEMORY,
+        available: room.memory,
+    };
+    let mut shortages = iter::once(in_memory).chain(reserved);
     shortages.find(|shortage| shortage.needed > shortage.available)
 }
 

@@ -62,9 +62,9 @@ pub(super) fn touched_bytes(args: &CheckedArguments) -> u64 {
     own_bytes(args).saturating_add(ranks.saturating_mul(touched))
 }
 
-/// Addresses that the same takes: whole stacks, whole scratch memory of products (`products` bytes
-/// for a thread), and what the heap reserves beside `values` bytes of tensors. Memory that two
-/// processes share counts twice, as both map it.
+/// Addresses that the same takes in one process: whole stacks, whole scratch memory of products
+/// (`products` bytes for a thread), and what the heap reserves beside the process's `values` bytes
+/// of tensors. Memory that two processes share counts in both, as both map it.
 pub(super) fn mapped_bytes(args: &CheckedArguments, values: u64, products: u64) -> u64 {
     let ranks = args.ranks_here() as u64;
     let [compute, loading] = threads_of_rank(args);
@@ -79,12 +79,12 @@ pub(super) fn mapped_bytes(args: &CheckedArguments, values: u64, products: u64) 
         .saturating_add(own)
         .saturating_add(compute.saturating_mul(products))
         .saturating_add(HEAP_BYTES);
-    // The helper of ranks that are threads has a stack like theirs.
-    let of_process =
-        (OTHER_THREADS * other + own + PROCESS_BYTES).saturating_mul(args.processes_here() as u64);
-    own_bytes(args)
+    let of_ranks = own_bytes(args)
         .saturating_add(args.twice_mapped_bytes_here() as u64)
-        .saturating_add(ranks.saturating_mul(of_rank))
+        .saturating_add(ranks.saturating_mul(of_rank));
+    // The helper of ranks that are threads has a stack like theirs.
+    let of_process = OTHER_THREADS * other + own + PROCESS_BYTES;
+    (of_ranks / args.processes_here() as u64)
         .saturating_add(of_process)
         .saturating_add(values / GAPS)
 }

@@ -109,6 +109,16 @@ impl Program {
         }
     }
 
+    /// Makes room for another start of a training.
+    pub(super) fn prepare_restart(&self) {
+        if let Self::Merak {
+            saved: Some(saved), ..
+        } = self
+        {
+            saved.make_room();
+        }
+    }
+
     /// Whether what a rank prints to standard output is the result of all: commands of `merak` give
     /// it on rank 0.
     pub(super) fn has_results_of(&self, rank: usize) -> bool {

@@ -2,7 +2,7 @@
 
 use crate::{Cli, Command, commands::train};
 use merak_ckpt::{Store, cli};
-use merak_trainer::CheckedArguments;
+use merak_trainer::{CheckedArguments, RunFolder, chain};
 use std::{ffi::OsString, fs, path::PathBuf, time::SystemTime};
 
 /// A training's checkpoints, as there were before its first start.
@@ -29,6 +29,22 @@ impl Saved {
             folder,
             arguments: Box::new(checked),
         })
+    }
+
+    /// Makes room for another start. A run that goes on from another one's checkpoint needs a
+    /// folder without a run until it has one of its own.
+    pub(super) fn make_room(&self) {
+        if self.has_new() || self.arguments.overwrite_output_dir {
+            return;
+        }
+        if let Err(error) = RunFolder::keep_failed_start(&self.arguments) {
+            // The start itself is refused then.
+            let error = chain(&error);
+            tracing::warn!(
+                error,
+                "what the failed start has left is still in its place"
+            );
+        }
     }
 
     /// Whether there is a checkpoint that was not there before.

@@ -367,12 +367,13 @@ fn the_rank_that_alone_got_a_signal_is_named() {
     }
 }
 
-#[test]
-fn a_training_that_is_killed_goes_on_from_its_last_checkpoint() {
-    let place = Workplace::new();
-    let line = "launch -n 1 --max-restarts 1 -- train merak.toml --max_steps 100000 --save_steps 5 --save_total_limit 2";
+/// The first step after a restart of the training by `keys`, whose only rank is killed at step 12;
+/// it is ended after that step.
+fn step_after_a_kill(place: &Workplace, keys: &str) -> u32 {
+    let line =
+        format!("launch -n 1 --max-restarts 1 -- train merak.toml --max_steps 100000 {keys}");
     let mut child = place
-        .command(line)
+        .command(&line)
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
@@ -382,11 +383,10 @@ fn a_training_that_is_killed_goes_on_from_its_last_checkpoint() {
     let mut read_until = |text: &str| {
         let mut seen = Vec::new();
         for line in lines.by_ref().map_while(Result::ok) {
-            let found = line.contains(text);
-            seen.push(line);
-            if found {
-                return seen;
+            if line.contains(text) {
+                return line;
             }
+            seen.push(line);
         }
         panic!("no line has {text}: {seen:?}");
     };
@@ -397,26 +397,32 @@ fn a_training_that_is_killed_goes_on_from_its_last_checkpoint() {
     let rank = rank.split_whitespace().last().map(str::parse);
     kill("KILL", rank.expect("a rank").expect("a number"));
     let told = read_until("all ranks are started again");
-    assert!(
-        told.last()
-            .expect("a line")
-            .contains("rank 0 was ended by SIGKILL")
-    );
-    let first = read_until("[rank 0] step ").pop().expect("a line");
-    let words: Vec<_> = first.split_whitespace().collect();
-    let step: u32 = words[3]
-        .trim_end_matches(|c: char| !c.is_ascii_digit())
-        .split('/')
-        .next()
-        .expect("a step")
-        .parse()
-        .expect("a number");
-    assert!(step > 10, "it goes on: {first}");
+    assert!(told.contains("rank 0 was ended by SIGKILL"), "{told}");
+    let first = read_until("[rank 0] step ");
     kill("TERM", launch);
     read_until("SIGTERM (`merak launch` sends it where a rank has failed, or where it is to end");
     drop(lines);
     assert_eq!(child.wait().expect("it ends").code(), Some(143));
+    let number = first.trim_start_matches("[rank 0] step").trim_start();
+    let digits = number.split(|c: char| !c.is_ascii_digit()).next();
+    digits.and_then(|digits| digits.parse().ok()).expect(&first)
+}
+
+#[test]
+fn a_training_that_is_killed_goes_on_from_its_last_checkpoint() {
+    let place = Workplace::new();
+    let step = step_after_a_kill(&place, "--save_steps 5 --save_total_limit 2");
+    assert!(step > 10, "it goes on: {step}");
     assert!(!place.path("run/earlier-run-1").exists());
+}
+
+#[test]
+fn before_its_first_checkpoint_a_killed_training_begins_again_from_that_of_another_run() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 3 --output_dir other");
+    let step = step_after_a_kill(&place, "--save_steps 50000 --resume other");
+    assert_eq!(step, 4);
+    assert!(place.path("run/earlier-run-1/metrics.jsonl").exists());
 }
 
 #[test]
