@@ -125,13 +125,13 @@ impl<'a> Rewriter<'a> {
 
     /// Places the whole model.
     pub(crate) fn place_all(&mut self, matches: &Matches) -> Result<()> {
-        self.slice(&matches.slices);
+        self.slice(&matches.slices)?;
         let mut nodes = self.model.node_ids();
         nodes.try_for_each(|id| self.place(id, matches.roles.get(&id)))
     }
 
     /// Places the parameters that are sliced whatever uses them, before anything does.
-    fn slice(&mut self, slices: &BTreeMap<ParamId, Shard>) {
+    fn slice(&mut self, slices: &BTreeMap<ParamId, Shard>) -> Result<()> {
         let placed = self.placed.iter_mut();
         for (value, placed) in placed {
             let shard = self.model.param_of(*value).and_then(|id| slices.get(&id));
@@ -142,8 +142,9 @@ impl<'a> Rewriter<'a> {
             placed.is_fixed = true;
             let placement = placed.placement.clone();
             self.graph
-                .place_param(id, Axis::Tensor, placement, self.degree);
+                .place_param(id, Axis::Tensor, placement, self.degree)?;
         }
+        Ok(())
     }
 
     /// Adds the counterpart of a node, and the conversions before and after it.

@@ -35,6 +35,14 @@ pub enum Error {
         /// Its type where it was used again.
         second: String,
     },
+    /// A parameter cannot lie on the ranks of an axis as it should.
+    #[error("parameter {param}: {reason}")]
+    Placement {
+        /// Name of the parameter.
+        param: String,
+        /// What does not fit, with the type.
+        reason: String,
+    },
     /// The model's configuration lacks a field or has an unusable one.
     #[error("model configuration: {field}: {reason}")]
     ModelConfig {

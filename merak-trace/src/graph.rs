@@ -211,15 +211,25 @@ impl Graph {
 
     /// Places a parameter on the `degree` ranks of an axis, before any node uses it, and gives its
     /// value the local type.
-    pub fn place_param(&mut self, id: ParamId, axis: Axis, placement: Placement, degree: usize) {
+    ///
+    /// # Errors
+    /// As [`Param::place`].
+    pub fn place_param(
+        &mut self,
+        id: ParamId,
+        axis: Axis,
+        placement: Placement,
+        degree: usize,
+    ) -> Result<()> {
         let value = self.param_values[id.index()];
         debug_assert!(
             self.nodes.iter().all(|node| !node.inputs.contains(&value)),
             "the types of its users are inferred"
         );
         let param = &mut self.params[id.index()];
-        param.place(axis, placement, degree);
+        param.place(axis, placement, degree)?;
         self.values[value.index()].ty = param.local.clone();
+        Ok(())
     }
 
     /// Adds a node and returns its results.

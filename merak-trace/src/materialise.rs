@@ -23,11 +23,12 @@ const BLOCK: usize = 1 << 20;
 /// let mut param = Param::new("w", full, Init::Normal(0.02), ParamRole::Weight);
 /// let mut whole = vec![0.0_f32; 24];
 /// initial_values(&Threads::one(), 42, &param, Coord::default(), &mut whole);
-/// param.place(Axis::Tensor, Placement::shard(0, 4), 2);
+/// param.place(Axis::Tensor, Placement::shard(0, 4), 2)?;
 /// let mut half = vec![0.0_f32; 12];
 /// let second = Coord::default().with(Axis::Tensor, 1);
 /// initial_values(&Threads::one(), 42, &param, second, &mut half);
 /// assert_eq!(whole[12..], half);
+/// # Ok::<(), merak_trace::Error>(())
 /// ```
 ///
 /// # Panics
@@ -143,7 +144,8 @@ mod tests {
         let mut whole = vec![0.0_f64; 24];
         initial_values(&Threads::one(), 1, &param, Coord::default(), &mut whole);
         let parts = vec![4, 2, 2];
-        param.place(Axis::Tensor, Placement::Shard(Shard::new(1, parts)), 2);
+        let placement = Placement::Shard(Shard::new(1, parts));
+        param.place(Axis::Tensor, placement, 2).unwrap();
         for rank in 0..2 {
             let mut local = vec![0.0_f64; 12];
             let place = Coord::default().with(Axis::Tensor, rank);
@@ -164,7 +166,8 @@ mod tests {
     fn padding_behind_a_cut_vocabulary_is_zero() {
         let full = TensorType::new([3, 2], DType::F32);
         let mut param = Param::new("wte", full, Init::Normal(1.0), ParamRole::Embedding);
-        param.place(Axis::Tensor, Placement::shard(0, 3), 2);
+        let placement = Placement::shard(0, 3);
+        param.place(Axis::Tensor, placement, 2).unwrap();
         let mut local = vec![f32::NAN; 4];
         let last = Coord::default().with(Axis::Tensor, 1);
         initial_values(&Threads::one(), 1, &param, last, &mut local);

@@ -2,6 +2,7 @@
 
 use crate::{
     TensorType,
+    error::{Error, Result},
     placement::{Placement, Placements},
 };
 use merak_mpu::{Axis, DType};
@@ -123,8 +124,17 @@ impl Param {
     }
 
     /// Places the parameter on the `degree` ranks of an axis and sets its local type.
-    pub fn place(&mut self, axis: Axis, placement: Placement, degree: usize) {
-        self.placements.set(axis, placement, degree);
+    ///
+    /// # Errors
+    /// [`Error::Placement`] for a cut of a dimension that the parameter does not have, or whose
+    /// size is not the sum of the cut's parts, and for a degree of 0.
+    pub fn place(&mut self, axis: Axis, placement: Placement, degree: usize) -> Result<()> {
+        let placed = self.placements.with(axis, placement, degree, &self.full);
+        self.placements = placed.map_err(|reason| Error::Placement {
+            param: self.name.clone(),
+            reason,
+        })?;
         self.local = self.placements.local_type(&self.full);
+        Ok(())
     }
 }

@@ -146,14 +146,38 @@ impl Placements {
         found.map_or(&Placement::Replicate, |entry| &entry.placement)
     }
 
-    /// Places the tensor on the `degree` ranks of an axis; cuts along other axes come before it.
-    pub(crate) fn set(&mut self, axis: Axis, placement: Placement, degree: usize) {
-        self.0.retain(|entry| entry.axis != axis);
-        self.0.push(OnAxis {
+    /// These placements with the tensor of type `full` placed on the `degree` ranks of an axis;
+    /// cuts along other axes come before it. What is wrong with that, if it cannot be.
+    pub(crate) fn with(
+        &self,
+        axis: Axis,
+        placement: Placement,
+        degree: usize,
+        full: &TensorType,
+    ) -> Result<Self, String> {
+        let others = self.0.iter().filter(|entry| entry.axis != axis);
+        let mut placements = Self(others.cloned().collect());
+        let left = placements.local_type(full);
+        if degree == 0 {
+            return Err(format!("there are no ranks along the {axis} axis"));
+        }
+        if let Some(Shard { dim, parts, .. }) = placement.as_shard() {
+            let size = left.shape.get(*dim);
+            let sum = parts
+                .iter()
+                .try_fold(0_usize, |sum, part| sum.checked_add(*part));
+            if size.is_none() || size != sum.as_ref() {
+                return Err(format!(
+                    "dimension {dim} of {left} cannot be cut into parts of {parts:?}"
+                ));
+            }
+        }
+        placements.0.push(OnAxis {
             axis,
             degree,
             placement,
         });
+        Ok(placements)
     }
 
     /// The local type of a tensor of type `full`.
@@ -301,9 +325,29 @@ mod tests {
         let mut param = Param::new("w", full, Init::Constant(0.0), ParamRole::Weight);
         for &(axis, dim, parts, degree) in cuts {
             let parts = parts.to_vec();
-            param.place(axis, Placement::Shard(Shard::new(dim, parts)), degree);
+            let placement = Placement::Shard(Shard::new(dim, parts));
+            param.place(axis, placement, degree).unwrap();
         }
         param
+    }
+
+    #[test]
+    fn a_cut_that_does_not_fit_is_refused_and_changes_nothing() {
+        let before = cut([4, 6], &[(Axis::Sequence, 1, &[6], 2)]);
+        let refused = |placement: Placement, degree| {
+            let mut param = before.clone();
+            let error = param.place(Axis::Tensor, placement, degree).unwrap_err();
+            assert_eq!(param, before);
+            error.to_string()
+        };
+        let parts = |dim, parts: &[usize]| Placement::Shard(Shard::new(dim, parts.to_vec()));
+        let what = "parameter w: dimension 2 of f32[4, 3] cannot be cut into parts of [1]";
+        assert_eq!(refused(parts(2, &[1]), 2), what);
+        let what = "parameter w: dimension 1 of f32[4, 3] cannot be cut into parts of [3, 3]";
+        assert_eq!(refused(parts(1, &[3, 3]), 2), what);
+        let what = "parameter w: there are no ranks along the tensor axis";
+        assert_eq!(refused(Placement::Replicate, 0), what);
+        assert!(refused(parts(0, &[usize::MAX, 5]), 2).contains("cannot be cut"));
     }
 
     /// The places of all ranks of two axes of degree 2 and `tp`.

@@ -17,7 +17,8 @@ fn chain(blocks: usize, sliced: bool) -> Graph {
     let half = |name: String, shape: [usize; 2], dim: usize| {
         let full = TensorType::new(shape, DType::F32);
         let mut param = Param::new(name, full, Init::Normal(1.0), ParamRole::Weight);
-        param.place(Axis::Tensor, Placement::shard(dim, shape[dim]), 2);
+        let placed = param.place(Axis::Tensor, Placement::shard(dim, shape[dim]), 2);
+        placed.expect("the parameter has this dimension");
         param
     };
     let mut graph = Graph::new();
@@ -142,7 +143,8 @@ fn a_layer_that_begins_inside_an_open_sum_begins_after_it() {
     for name in ["h.0.weight", "h.1.weight"] {
         let id = graph.find_param(name).expect("it was traced");
         let cut = Placement::shard(1, WIDTH);
-        graph.param_mut(id).place(Axis::Tensor, cut, 1);
+        let placed = graph.param_mut(id).place(Axis::Tensor, cut, 1);
+        placed.expect("the parameter has this dimension");
     }
     let points = ["h.1", "h.2"].map(str::to_owned).to_vec();
     let options = SegmentOptions {

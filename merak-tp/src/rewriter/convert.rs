@@ -39,7 +39,7 @@ impl Rewriter<'_> {
         if let Some(summed) = self.as_summed(value, need) {
             return Ok(summed);
         }
-        self.place_param(value, need, along_sequence);
+        self.place_param(value, need, along_sequence)?;
         let shares = self.options.axis == Axis::Sequence && self.is_weight(value);
         let placed = self.placed_mut(value);
         let as_it_lies = match (&placed.placement, need) {
@@ -100,7 +100,7 @@ impl Rewriter<'_> {
 
     /// Places a parameter as its first use cuts it. A cut of the sequence is none of the parameter:
     /// it has all positions on every rank. Along the sequence axis every rank has all parameters.
-    fn place_param(&mut self, value: ValueId, need: &Need, along_sequence: bool) {
+    fn place_param(&mut self, value: ValueId, need: &Need, along_sequence: bool) -> Result<()> {
         let is_param = self.model.param_of(value).is_some();
         let (axis, degree) = (self.options.axis, self.degree);
         let placed = self.placed_mut(value);
@@ -113,8 +113,9 @@ impl Rewriter<'_> {
                 .graph
                 .param_of(value)
                 .expect("parameters of the model are parameters here");
-            self.graph.place_param(id, axis, placement, degree);
+            self.graph.place_param(id, axis, placement, degree)?;
         }
+        Ok(())
     }
 
     /// A weight that all ranks of a sequence use alike: each takes a share of its gradient, since
