@@ -133,21 +133,30 @@ pub(crate) fn check_is_regular(metadata: &Metadata) -> io::Result<()> {
 /// As for [`open_regular`], and for a file that is longer.
 pub fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let (file, length) = open_regular(path)?;
-    let too_long = |found: u64| {
-        let reason = format!("it has {}", beyond(found, limit));
-        Err(io::Error::new(ErrorKind::FileTooLarge, reason))
-    };
     if length > limit {
-        return too_long(length);
+        return Err(too_long(length, limit));
     }
     // The file may grow, or have another length than its metadata says.
+    read_at_most(file, limit)
+}
+
+/// All that a reader gives, at most `limit` bytes.
+///
+/// # Errors
+/// When it gives more, or cannot be read.
+pub fn read_at_most(reader: impl Read, limit: u64) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
-    let read = file.take(limit.saturating_add(1)).read_to_end(&mut content);
-    read?;
+    let mut reader = reader.take(limit.saturating_add(1));
+    reader.read_to_end(&mut content)?;
     match content.len() as u64 {
-        found if found > limit => too_long(found),
+        found if found > limit => Err(too_long(found, limit)),
         _ => Ok(content),
     }
+}
+
+fn too_long(found: u64, limit: u64) -> io::Error {
+    let reason = format!("it has {}", beyond(found, limit));
+    io::Error::new(ErrorKind::FileTooLarge, reason)
 }
 
 /// The text of a file that a user named, at most `limit` bytes.

@@ -184,7 +184,9 @@ pub use cut::Cut;
 pub use diff::{
     DiffReport, DiffSummary, Difference, Largest, TensorDiff, Tolerance, ValueDiff, diff,
 };
-pub use disk::{MAX_CONFIG_BYTES, open_regular, open_to_write, read_regular, read_text};
+pub use disk::{
+    MAX_CONFIG_BYTES, open_regular, open_to_write, read_at_most, read_regular, read_text,
+};
 pub use draft::Draft;
 pub use draft_file::{DraftFile, replace_file};
 pub use draft_folder::DraftBeside;

@@ -17,6 +17,7 @@ use merak_trainer::{
 };
 use serde_json::json;
 use std::{
+    io,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -42,7 +43,7 @@ pub(crate) struct Args {
     /// Token ids to continue, which need no tokenizer; may be repeated.
     #[arg(long, group = "prompts", value_name = "5,17,3")]
     prompt_ids: Vec<String>,
-    /// A file with one prompt per line.
+    /// A file with one prompt per line; `-` is standard input.
     #[arg(long, group = "prompts", value_name = "FILE")]
     prompt_file: Option<PathBuf>,
     /// Takes each text as a question of the user: the model's chat template makes the prompt, and
@@ -121,6 +122,9 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
 }
+
+/// Name that `--prompt-file` has for standard input.
+const STDIN: &str = "-";
 
 /// Name that `--adapter` has for the base model.
 const BASE: &str = "none";
@@ -380,14 +384,16 @@ fn prompts(args: &Args, folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<
         .map(|text| text.clone().into_bytes())
         .collect();
     if let Some(path) = &args.prompt_file {
-        let text =
-            merak_ckpt::read_regular(path, MAX_PROMPT_BYTES).map_err(Error::reading(path))?;
+        let text = prompt_text(path)?;
         let text = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&text);
         let lines = text.split(|byte| *byte == b'\n');
         let lines = lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line));
         texts.extend(lines.filter(|line| !line.is_empty()).map(<[u8]>::to_vec));
         if texts.is_empty() {
-            let text = format!("no prompt in {}: write one prompt per line", file(path));
+            let text = format!(
+                "no prompt in {}: write one prompt per line",
+                file(shown(path))
+            );
             return Err(Error::CommandLine(text));
         }
     }
@@ -402,6 +408,25 @@ fn prompts(args: &Args, folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<
         .iter()
         .map(|text| tokenizer.encode_prompt(text))
         .collect()
+}
+
+/// The content of a file with prompts, or of standard input.
+fn prompt_text(path: &Path) -> Result<Vec<u8>> {
+    let text = if path.as_os_str() == STDIN {
+        merak_ckpt::read_at_most(io::stdin().lock(), MAX_PROMPT_BYTES)
+    } else {
+        merak_ckpt::read_regular(path, MAX_PROMPT_BYTES)
+    };
+    text.map_err(Error::reading(shown(path)))
+}
+
+/// The path of a file with prompts as messages have it.
+fn shown(path: &Path) -> &Path {
+    if path.as_os_str() == STDIN {
+        Path::new("standard input")
+    } else {
+        path
+    }
 }
 
 /// The prompts of chats with these questions.

@@ -655,3 +655,49 @@ fn a_removed_folder_is_made_anew_and_held() {
         Err(Error::Folder(FolderError::RunInUse { .. }))
     ));
 }
+
+#[test]
+fn a_rank_that_sees_another_folder_than_the_first_one_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let here = args(folder.path(), |args| args.distributed.timeout_s = 0.1);
+    let first = take(&here).unwrap();
+    let holder = RunFolder::holder(&here).unwrap();
+    RunFolder::expect_shared(&here, &holder).unwrap();
+    let elsewhere = RunFolder::expect_shared(&here, "4711 on n1\n");
+    let Err(Error::Folder(FolderError::NotShared { holder, host, .. })) = elsewhere else {
+        panic!("{elsewhere:?}");
+    };
+    assert_eq!((&*holder, host), ("4711 on n1", host_name()));
+    // It writes its shards there.
+    fs::write(folder.path().join(CHECKPOINTS), "").unwrap();
+    let holder = RunFolder::holder(&here).unwrap();
+    let unfit = RunFolder::expect_shared(&here, &holder);
+    assert!(
+        matches!(unfit, Err(Error::Folder(FolderError::OutputDir { .. }))),
+        "{unfit:?}"
+    );
+    drop(first);
+}
+
+#[test]
+fn what_a_failed_start_has_recorded_is_kept_and_nothing_else_is_moved() {
+    let folder = tempfile::tempdir().unwrap();
+    let [path, other] = ["run", "other"].map(|name| folder.path().join(name));
+    run(&other, 9);
+    let begins = resuming(&path, other.to_str().unwrap());
+    RunFolder::keep_failed_start(&begins).unwrap();
+    assert!(!path.exists(), "there is nothing to keep");
+    fs::create_dir(&path).unwrap();
+    fs::write(path.join("notes.txt"), "mine").unwrap();
+    fs::write(path.join(METRICS_FILE), "{}\n").unwrap();
+    RunFolder::keep_failed_start(&begins).unwrap();
+    assert_eq!(names(&path), ["earlier-run-1", "notes.txt"]);
+    take(&begins).unwrap().begin(Some(9)).unwrap();
+    // A run that goes on with its own checkpoints, or replaces another, needs nothing moved.
+    run(&path, 4);
+    for args in [resuming(&path, "latest"), replacing(&path)] {
+        RunFolder::keep_failed_start(&args).unwrap();
+    }
+    assert_eq!(steps(&path), [4]);
+    assert_eq!(steps(&other), [9]);
+}

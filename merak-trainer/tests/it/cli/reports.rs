@@ -318,7 +318,7 @@ fn the_page_of_a_run_stands_alone_and_tells_curves_plan_memory_and_timelines() {
             page.matches(&format!("<{tag}>")).count() + page.matches(&format!("<{tag} ")).count();
         assert_eq!(opened, page.matches(&format!("</{tag}>")).count(), "{tag}");
     }
-    // A run that is stopped between saves has the page of its last save.
+    // A run has a page when it ends.
     let place = Workplace::new();
     place.write(
         "bad.toml",

@@ -1,7 +1,7 @@
 //! Training, resuming and generating by command.
 
 use std::{
-    fs,
+    fs::{self, File},
     io::{BufRead, BufReader},
     path::Path,
     process::{Command, Stdio},
@@ -165,6 +165,16 @@ fn generation_is_the_same_on_every_topology() {
     let text =
         place.succeed("generate run --prompt-file prompts.txt --max-new-tokens 3 --temperature 0");
     assert!(text.starts_with("every rank"), "{text}");
+    let piped = |prompts: &str| {
+        let line = "generate run --prompt-file - --max-new-tokens 3 --temperature 0";
+        let prompts = File::open(place.path(prompts)).expect("a file");
+        let output = place.command(line).stdin(prompts).output();
+        place.ended(&output.expect("the command starts"))
+    };
+    assert_eq!(piped("prompts.txt").stdout, text);
+    place.write("blank.txt", "\n");
+    let refused = "error: no prompt in standard input: write one prompt per line\n";
+    assert_eq!(piped("blank.txt").stderr, refused);
 }
 
 /// The likeliest continuation of a text by the model at a path.
