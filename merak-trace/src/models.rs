@@ -27,10 +27,7 @@ use std::{fmt, sync::Arc};
 
 pub use bert::Bert;
 pub use causal::{finish, input_ids, labels, lm_head};
-pub use family::{
-    Family, SizeFields, SplitKind, SplitLayers, family, known_classes, known_families,
-    model_types_with, size_fields,
-};
+pub use family::{Family, SizeFields, SplitKind, SplitLayers};
 pub use gpt::Gpt;
 pub use gpt_neox::GptNeoX;
 pub use gpt2::Gpt2;
@@ -288,6 +285,46 @@ const FAMILIES: &[Family] = &[
     vit::FAMILY,
 ];
 
+/// The families with a graph here, then the others.
+fn families() -> impl Iterator<Item = &'static Family> {
+    FAMILIES.iter().chain(others::FAMILIES)
+}
+
+/// The family of this `model_type`, if anything is known of it.
+pub fn family(model_type: &str) -> Option<&'static Family> {
+    families().find(|family| family.model_types.contains(&model_type))
+}
+
+/// The model types of the families of which a fact is known, sorted and separated by commas.
+pub fn model_types_with(has_fact: impl Fn(&Family) -> bool) -> String {
+    let found = families().filter(|family| has_fact(family));
+    let mut names: Vec<_> = found
+        .flat_map(|family| family.model_types)
+        .copied()
+        .collect();
+    names.sort_unstable();
+    names.join(", ")
+}
+
+/// The model types that [`from_config`] knows.
+pub fn known_families() -> impl Iterator<Item = &'static str> {
+    FAMILIES
+        .iter()
+        .flat_map(|family| family.model_types)
+        .copied()
+}
+
+/// The classes of `transformers` whose models [`from_config`] builds.
+pub fn known_classes() -> impl Iterator<Item = &'static str> {
+    FAMILIES.iter().flat_map(|family| family.classes).copied()
+}
+
+/// The names of sizes in configurations of this `model_type`; `None` where its models cannot be
+/// traced here.
+pub fn size_fields(model_type: &str) -> Option<SizeFields> {
+    family(model_type)?.source.map(|source| source.sizes)
+}
+
 /// Builds a model from the contents of a Hugging Face `config.json`, as `transformers` 4 and 5
 /// write it.
 ///
@@ -329,5 +366,24 @@ fn check_seq(found: usize, max: usize, field: &'static str) -> Result<()> {
         Ok(())
     } else {
         Err(Error::SeqLength { field, max, found })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_model_type_is_of_one_family_and_every_traced_family_states_its_facts() {
+        let mut names: Vec<_> = families().flat_map(|family| family.model_types).collect();
+        let count = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), count);
+        for family in FAMILIES {
+            assert!(family.source.is_some(), "{family:?}");
+            assert_ne!(family.split_layers.attributes, [""; 0], "{family:?}");
+            assert!(!family.split_points.is_empty(), "{family:?}");
+        }
     }
 }

@@ -26,6 +26,7 @@ mod nearest;
 mod numbers;
 mod origin;
 mod range;
+mod refusal;
 mod reserved;
 mod setting;
 mod sources;
@@ -73,8 +74,8 @@ pub use self::{
 use self::{
     key::Raw,
     layer::Layer,
+    refusal::Refusal,
     reserved::{NO_EFFECT, RESERVED, is_true, sets_nothing},
-    setting::Refusal,
 };
 use crate::error::{ConfigError, Error, Result};
 

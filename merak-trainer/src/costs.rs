@@ -17,9 +17,11 @@
 //! lies elsewhere, and the new one stays until it is a week old.
 
 mod cache;
+mod calls;
 mod conditions;
 mod first_steps;
 mod measure;
+mod obtained;
 mod profile;
 mod timed;
 

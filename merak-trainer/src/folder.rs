@@ -15,6 +15,7 @@
 //! then lie behind it, in a folder with that run's name, and `checkpoints` of that run is a link.
 
 mod check;
+mod entries;
 mod lock;
 mod moves;
 mod recovered;
@@ -27,6 +28,7 @@ use crate::{
     machine::host_name,
 };
 use check::{check_link, check_names, check_outside_data, check_place};
+use entries::run_in;
 use lock::{MadeFolders, is_held_by, lock, not_held};
 use merak_ckpt::{HeldFile, format::CHECKPOINTS, replace_file, words::file};
 use moves::{recover, remove_aside};
@@ -114,7 +116,7 @@ impl RunFolder {
     /// # Errors
     /// When the folder cannot be read.
     pub fn entries(folder: &Path) -> io::Result<Vec<PathBuf>> {
-        let entries = moves::run_in(folder, false)?.into_iter();
+        let entries = run_in(folder, false)?.into_iter();
         Ok(entries.map(|entry| folder.join(entry)).collect())
     }
 

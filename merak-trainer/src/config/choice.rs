@@ -6,10 +6,7 @@ use merak_ckpt::EarlyStopping;
 use merak_mpu::{named_enum, names::nearest};
 use serde_json::Value;
 
-use super::{
-    range::Range,
-    setting::{Refusal, Setting},
-};
+use super::{range::Range, refusal::Refusal, setting::Setting};
 
 /// Reads and writes a key by the names of an enum. Messages tell `$names` in their order; `$later`
 /// are known names that are not built, each with what is said after the built ones.

@@ -9,7 +9,7 @@ use toml::de::{DeTable, DeValue};
 use super::{
     folders::no_configuration,
     layer::Layer,
-    lines::{Lines, document},
+    lines::{Lines, document, kind_of_float},
     origin::in_file,
     strict,
 };
@@ -161,12 +161,5 @@ fn kind_of_toml(value: &DeValue<'_>, place: &dyn Fn(usize) -> String) -> ValueKi
             items.collect::<Vec<_>>().into()
         }
         DeValue::Table(table) => table_of_toml(table, place).into(),
-    }
-}
-
-pub(super) fn kind_of_float(text: &str) -> ValueKind {
-    match text.parse::<f64>() {
-        Ok(number) if number.is_finite() => number.into(),
-        _ => text.into(),
     }
 }

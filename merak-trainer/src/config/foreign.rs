@@ -10,7 +10,8 @@ use serde_json::{Map, Value};
 use super::{
     choice::{named_setting, one_of, refuse},
     range::Range,
-    setting::{Refusal, Setting, whole},
+    refusal::Refusal,
+    setting::{Setting, whole},
 };
 
 named_setting!(

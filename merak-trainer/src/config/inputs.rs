@@ -6,7 +6,8 @@ use serde_json::{Map, Value};
 
 use super::{
     range::Range,
-    setting::{InputPath, Refusal, Setting},
+    refusal::Refusal,
+    setting::{InputPath, Setting},
     strict,
 };
 

@@ -5,10 +5,7 @@ use std::{fmt, path::Path};
 
 use serde_json::Value;
 
-use super::{
-    range::Range,
-    setting::{Refusal, Setting},
-};
+use super::{range::Range, refusal::Refusal, setting::Setting};
 
 /// One configuration key of this version.
 #[derive(Clone, Copy)]
@@ -102,7 +99,7 @@ macro_rules! settings {
                 name: &str,
                 raw: &$crate::config::key::Raw,
                 base: &std::path::Path,
-            ) -> Option<Result<(), $crate::config::setting::Refusal>> {
+            ) -> Option<Result<(), $crate::config::refusal::Refusal>> {
                 match name {
                     $( concat!($prefix, stringify!($field)) => {
                         Some($crate::config::key::read(raw, base).map(|value| self.$field = value))

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{file::kind_of_float, strict::twice};
+use super::strict::twice;
 use ::config::{Map, Value, ValueKind};
 use yaml_rust2::{
     Event, Yaml,
@@ -176,6 +176,13 @@ fn scalar(text: String, style: TScalarStyle, tag: Option<&Tag>) -> ValueKind {
         Yaml::Integer(number) => number.into(),
         Yaml::Boolean(flag) => flag.into(),
         Yaml::Null => ValueKind::Nil,
+        _ => text.into(),
+    }
+}
+
+pub(super) fn kind_of_float(text: &str) -> ValueKind {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() => number.into(),
         _ => text.into(),
     }
 }

@@ -3,10 +3,7 @@
 use merak_tp::Mapping;
 use serde_json::{Value, json};
 
-use super::{
-    range::Range,
-    setting::{Refusal, Setting},
-};
+use super::{range::Range, refusal::Refusal, setting::Setting};
 
 /// Linear layers by the ratio of their input to their output features, and how they are split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

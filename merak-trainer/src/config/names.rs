@@ -5,11 +5,7 @@ use merak_mpu::names::nearest;
 use merak_trace::models::known_classes;
 use serde_json::Value;
 
-use super::{
-    choice::one_of,
-    range::Range,
-    setting::{Refusal, Setting},
-};
+use super::{choice::one_of, range::Range, refusal::Refusal, setting::Setting};
 
 /// Name of an adapter, which becomes part of the names of tensors and of a folder.
 #[derive(Debug, Clone, PartialEq, Eq)]

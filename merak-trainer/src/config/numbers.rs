@@ -4,10 +4,7 @@ use std::{collections::BTreeMap, num::NonZeroUsize};
 
 use serde_json::Value;
 
-use super::{
-    range::Range,
-    setting::{Refusal, Setting},
-};
+use super::{range::Range, refusal::Refusal, setting::Setting};
 
 /// Divisor of the logits before a token is drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -4,10 +4,7 @@
 
 use serde_json::{Value, json};
 
-use super::{
-    key::Raw,
-    setting::{Refusal, Setting},
-};
+use super::{key::Raw, refusal::Refusal, setting::Setting};
 
 /// A key whose feature is not built yet.
 #[derive(Debug, Clone, Copy)]

@@ -10,7 +10,8 @@ use serde_json::{Map, Value, json};
 use super::{
     choice::refuse,
     range::Range,
-    setting::{Refusal, Setting, absolute, whole},
+    refusal::Refusal,
+    setting::{Setting, absolute, whole},
     strict,
 };
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::setting::Refusal;
+use super::refusal::Refusal;
 use ::config::{Map, Value, ValueKind};
 use merak_ckpt::words::brief;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};

@@ -1,6 +1,6 @@
 //! The first steps of a run beside their prediction.
 
-use super::{CostCache, CostModel, profile::Verdict};
+use super::{CostCache, CostModel, obtained::Verdict};
 use crate::{
     config::CheckedArguments,
     trainer::{Callback, StepReport, TrainerControl},

@@ -3,7 +3,7 @@
 mod rank;
 
 use self::rank::Rank;
-use super::{Profile, pipeline_cores, profile::of_node};
+use super::{Profile, calls::of_node, pipeline_cores};
 use crate::{
     config::CheckedArguments,
     error::{Error, Result},

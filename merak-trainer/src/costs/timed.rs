@@ -1,6 +1,6 @@
 //! A backend that notes how long each kind of node takes.
 
-use super::profile::signature;
+use super::calls::signature;
 use crate::metrics::median;
 use merak_mpu::{Buffer, DType};
 use merak_trace::{

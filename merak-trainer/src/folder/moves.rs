@@ -1,6 +1,9 @@
 //! The entries of a run as they are moved, put back and removed.
 
-use super::{ASIDE, Contents, EARLIER, EVENTS, FILES, MOVING, REMOVED};
+use super::{
+    ASIDE, Contents, EARLIER, FILES, MOVING, REMOVED,
+    entries::{lies_within, run_in},
+};
 use merak_ckpt::{ADAPTER_FOLDER, DraftFile, Store, format::CHECKPOINTS, words::file};
 use std::{
     fs, io,
@@ -78,12 +81,6 @@ pub(super) fn place_checkpoints(folder: &Path, name: &str) -> io::Result<()> {
     let path = file(&within);
     tracing::warn!(%path, "the checkpoints set aside lie there, on the file system that has them");
     Ok(())
-}
-
-/// Whether a path is that of a folder among the checkpoints of an output folder.
-pub(super) fn lies_within(path: &Path, folder: &Path) -> bool {
-    let checkpoints = folder.join(CHECKPOINTS).canonicalize();
-    checkpoints.is_ok_and(|checkpoints| path.parent() == Some(&checkpoints))
 }
 
 /// The free names for runs that are kept.
@@ -191,25 +188,4 @@ fn has_checkpoints(folder: &Path) -> io::Result<bool> {
 fn has_other_checkpoints(folder: &Path) -> io::Result<bool> {
     let entries = Store::in_output_dir(folder).entries();
     Ok(!entries.map_err(io::Error::other)?.1.is_empty())
-}
-
-/// The paths of a run's entries in a folder. The folder of checkpoints is one of them, or with
-/// `one_by_one` each of the run's checkpoints.
-pub(super) fn run_in(folder: &Path, one_by_one: bool) -> io::Result<Vec<PathBuf>> {
-    let mut paths: Vec<_> = FILES
-        .into_iter()
-        .chain([EVENTS, ADAPTER_FOLDER])
-        .map(PathBuf::from)
-        .collect();
-    if one_by_one {
-        let (own, _) = Store::in_output_dir(folder)
-            .entries()
-            .map_err(io::Error::other)?;
-        let own = own.into_iter();
-        paths.extend(own.map(|name| Path::new(CHECKPOINTS).join(name)));
-    } else {
-        paths.push(CHECKPOINTS.into());
-    }
-    paths.retain(|path| folder.join(path).symlink_metadata().is_ok());
-    Ok(paths)
 }

@@ -2,7 +2,7 @@
 
 use super::{
     MOVING,
-    moves::{lies_within, run_in},
+    entries::{lies_within, run_in},
 };
 use crate::error::{FolderError, Result};
 use merak_ckpt::{

@@ -1,6 +1,6 @@
 //! How a run takes its folder, and what it finds there.
 
-use super::{ASIDE, Contents, EARLIER, METRICS_FILE, OWN_CHECKPOINTS, moves::run_in};
+use super::{ASIDE, Contents, EARLIER, METRICS_FILE, OWN_CHECKPOINTS, entries::run_in};
 use crate::{
     config::CheckedArguments,
     error::{Error, FolderError, Result},

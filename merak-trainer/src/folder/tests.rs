@@ -1,6 +1,6 @@
 //! What happens to the run in a folder, whatever begins or goes on there.
 
-use super::{moves::run_in, *};
+use super::*;
 use crate::{
     config::{InputPath, MerakArguments},
     error::{Error, FolderError},

@@ -3,11 +3,7 @@
 use super::Kinds;
 use crate::{
     config::CheckedArguments,
-    costs::{
-        Profile,
-        profile::{calls, exchanged},
-        timed::Timed,
-    },
+    costs::{Profile, calls::calls, profile::exchanged, timed::Timed},
     data::{DOCUMENT_IDS, integer_limit},
     error::Result,
     metrics::median,
