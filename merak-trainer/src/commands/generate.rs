@@ -11,7 +11,7 @@ use super::{
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
 use merak_ckpt::{Adapter, Checkpoint, Completion, check_replaceable, words::file};
 use merak_trainer::{
-    Config, Error, Given, MerakTrainer, Result, World,
+    Config, Error, Given, MerakTrainer, Result, World, chain,
     data::{ChatPrompts, Tokenizer},
     metrics::Screen,
 };
@@ -133,7 +133,9 @@ pub(crate) fn run(args: &Args, screen: &Screen) -> Outcome {
     // What is wrong with the environment is told by all together.
     let config = world::of_environment(args.degrees()).ok();
     let world = world::join(config.as_ref(), screen)?;
-    let ready = world.agree(Ready::new(args, &world))?;
+    let prompts = args.prompt_file.as_deref();
+    let prompts = prompts.map(|path| prompts_of(path, &world)).transpose()?;
+    let ready = world.agree(Ready::new(args, prompts, &world))?;
     let session = &ready.session;
     session.check_same(&world, &ready.prompts)?;
     let results = session.on_ranks(&world, |trainer| ready.continue_prompts(trainer, args));
@@ -158,7 +160,7 @@ struct Ready {
 }
 
 impl Ready {
-    fn new(args: &Args, world: &World) -> Result<Self> {
+    fn new(args: &Args, from_file: Option<Vec<Vec<u8>>>, world: &World) -> Result<Self> {
         let checkpoint = Checkpoint::open_weights(&args.checkpoint)?;
         let tokenizer_file = checkpoint.path().join("tokenizer.json");
         let tokenizer = if tokenizer_file.exists() {
@@ -166,7 +168,7 @@ impl Ready {
         } else {
             None
         };
-        let prompts = prompts(args, checkpoint.path(), tokenizer.as_ref())?;
+        let prompts = prompts(args, from_file, checkpoint.path(), tokenizer.as_ref())?;
         let can_stream = prompts.len() == 1 && args.adapter.len() <= 1 && tokenizer.is_some();
         if args.stream && args.num_beams.is_some_and(|beams| beams > 1) {
             return Err(Error::CommandLine(
@@ -374,29 +376,17 @@ impl Args {
 const MAX_PROMPT_BYTES: u64 = 64 << 20;
 
 /// The prompts as token ids.
-fn prompts(args: &Args, folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u32>>> {
+fn prompts(
+    args: &Args,
+    from_file: Option<Vec<Vec<u8>>>,
+    folder: &Path,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Vec<Vec<u32>>> {
     if !args.prompt_ids.is_empty() {
         return args.prompt_ids.iter().map(|ids| parse_ids(ids)).collect();
     }
-    let mut texts: Vec<_> = args
-        .prompt
-        .iter()
-        .map(|text| text.clone().into_bytes())
-        .collect();
-    if let Some(path) = &args.prompt_file {
-        let text = prompt_text(path)?;
-        let text = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&text);
-        let lines = text.split(|byte| *byte == b'\n');
-        let lines = lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line));
-        texts.extend(lines.filter(|line| !line.is_empty()).map(<[u8]>::to_vec));
-        if texts.is_empty() {
-            let text = format!(
-                "no prompt in {}: write one prompt per line",
-                file(shown(path))
-            );
-            return Err(Error::CommandLine(text));
-        }
-    }
+    let given = args.prompt.iter().map(|text| text.clone().into_bytes());
+    let texts = from_file.unwrap_or_else(|| given.collect());
     let tokenizer = tokenizer.ok_or_else(|| {
         let text = "the checkpoint has no tokenizer.json: give --prompt-ids instead";
         Error::CommandLine(text.to_owned())
@@ -404,10 +394,41 @@ fn prompts(args: &Args, folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<
     if args.chat {
         return chats(args, folder, tokenizer, &texts);
     }
-    texts
-        .iter()
-        .map(|text| tokenizer.encode_prompt(text))
-        .collect()
+    let encode = |(index, text): (usize, &Vec<u8>)| {
+        let encoded = tokenizer.encode_prompt(text);
+        encoded.map_err(|error| match &args.prompt_file {
+            Some(path) => {
+                let (number, path) = (index + 1, file(shown(path)));
+                Error::CommandLine(format!("prompt {number} of {path}: {}", chain(&error)))
+            }
+            None => error,
+        })
+    };
+    texts.iter().enumerate().map(encode).collect()
+}
+
+/// The prompts of a file on every process. Standard input is that of the first rank.
+fn prompts_of(path: &Path, world: &World) -> Result<Vec<Vec<u8>>> {
+    if path.as_os_str() == STDIN {
+        return world.share(|| prompt_lines(path));
+    }
+    world.agree(prompt_lines(path))
+}
+
+fn prompt_lines(path: &Path) -> Result<Vec<Vec<u8>>> {
+    let text = prompt_text(path)?;
+    let text = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&text);
+    let lines = text.split(|byte| *byte == b'\n');
+    let lines = lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line));
+    let prompts: Vec<_> = lines.filter(|line| !line.is_empty()).collect();
+    if prompts.is_empty() {
+        let text = format!(
+            "no prompt in {}: write one prompt per line",
+            file(shown(path))
+        );
+        return Err(Error::CommandLine(text));
+    }
+    Ok(prompts.into_iter().map(<[u8]>::to_vec).collect())
 }
 
 /// The content of a file with prompts, or of standard input.

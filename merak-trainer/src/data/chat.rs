@@ -10,7 +10,7 @@ mod python;
 mod source;
 mod template;
 
-use std::ops::Range;
+use std::{collections::BTreeSet, ops::Range};
 
 use merak_ckpt::words::brief;
 use merak_mpu::names::{did_you_mean, nearest};
@@ -297,11 +297,16 @@ fn chat_of(record: &Record) -> Result<(Chat, Option<usize>)> {
     };
     if record.has("messages") {
         chat.messages = messages(record, "messages")?;
-        let answers = |message: &Value| message["role"] == "assistant";
-        if !chat.messages.iter().any(answers) {
-            let reason =
-                "no message has the role \"assistant\", so that there is no answer to learn";
-            return Err(record.wrong(reason.to_owned()));
+        let roles = chat
+            .messages
+            .iter()
+            .filter_map(|message| message["role"].as_str());
+        let roles: BTreeSet<_> = roles.map(brief).collect();
+        if !roles.contains("assistant") {
+            let roles = Vec::from_iter(roles).join(", ");
+            return Err(record.wrong(format!(
+                "no message has the role \"assistant\", so that there is no answer to learn; the roles are {roles}"
+            )));
         }
         return Ok((chat, None));
     }

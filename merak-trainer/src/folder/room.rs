@@ -4,8 +4,7 @@ use super::{
     ASIDE, Contents, METRICS_FILE, MOVING, RESOLVED, RunFolder,
     lock::lock,
     moves::{
-        elsewhere, free_names, free_within, place_checkpoints, recover, remove_aside, remove_run,
-        set_aside,
+        elsewhere, free_names, free_within, place_checkpoints, remove_aside, remove_run, set_aside,
     },
     start::{Found, Start, adapter_of, has_trained_adapter},
 };
@@ -155,27 +154,25 @@ impl RunFolder {
         Ok(text)
     }
 
-    /// Keeps for good what a failed start of a run has left in its folder, which has to have no run
-    /// when it begins again. Anything else that lies there stays.
+    /// Whether there is a run in the folder, or one that it was to replace, or none can be told.
+    pub fn has_run(args: &CheckedArguments) -> bool {
+        let found = args.run_folder().and_then(|path| Found::look(&path));
+        found.map_or(true, |found| found.is_run() || found.aside.is_some())
+    }
+
+    /// Keeps for good the records of a failed start that has saved nothing, in a folder that had no
+    /// run before: the run may begin there again as it did. All else stays where it is.
     ///
     /// # Errors
     /// When another process writes the folder, or it cannot be changed.
-    pub fn keep_failed_start(args: &CheckedArguments) -> Result<()> {
+    pub fn keep_records(args: &CheckedArguments) -> Result<()> {
         let path = args.run_folder()?;
-        if Start::of(args, &path) != Start::Fresh || !path.is_dir() {
+        let found = Found::look(&path)?;
+        if !found.has_metrics || found.newest_step.is_some() {
             return Ok(());
         }
-        let failed = FolderError::output_dir(&path);
         let _lock = lock(&path)?;
-        recover(&path).map_err(failed)?;
-        if Found::look(&path)?.is_run() {
-            keep(
-                &path,
-                has_adapter_to_keep(&path, args.lora_config.is_some()),
-            )
-            .map_err(failed)?;
-        }
-        Ok(())
+        keep_records(&path).map_err(FolderError::output_dir(&path))
     }
 
     pub(super) fn make_room(&self, from: Option<u64>) -> io::Result<()> {
@@ -198,7 +195,11 @@ impl RunFolder {
         match room.own {
             Fate::Stays => {}
             Fate::Aside => set_aside(&self.path, &self.path.join(ASIDE), takes_adapter)?,
-            Fate::Kept => keep(&self.path, has_adapter)?,
+            Fate::Kept => {
+                let kept = self.path.join(next_earlier(&self.path)?);
+                set_aside(&self.path, &kept, has_adapter)?;
+                tell_kept(&kept);
+            }
             Fate::LaterKept(step) => self.keep_later(step)?,
             Fate::Removed => remove_run(&self.path, takes_adapter)?,
         }
@@ -246,16 +247,26 @@ impl RunFolder {
     }
 }
 
-/// Keeps the run of a folder for good, which has no checkpoint to go on from.
-fn keep(folder: &Path, has_adapter: bool) -> io::Result<()> {
+fn keep_records(folder: &Path) -> io::Result<()> {
     let kept = folder.join(next_earlier(folder)?);
-    set_aside(folder, &kept, has_adapter)?;
-    let path = file(&kept);
+    fs::create_dir(&kept)?;
+    // A crash between the two leaves a configuration without records, which is no run.
+    for name in [METRICS_FILE, RESOLVED] {
+        match fs::rename(folder.join(name), kept.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    tell_kept(&kept);
+    Ok(())
+}
+
+fn tell_kept(kept: &Path) {
+    let path = file(kept);
     tracing::warn!(
         %path,
         "no checkpoint to go on from: the run begins anew, and what was there is kept there"
     );
-    Ok(())
 }
 
 /// The first free name for a run that is kept.

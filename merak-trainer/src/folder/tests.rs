@@ -680,24 +680,31 @@ fn a_rank_that_sees_another_folder_than_the_first_one_says_so() {
 }
 
 #[test]
-fn what_a_failed_start_has_recorded_is_kept_and_nothing_else_is_moved() {
+fn the_records_of_a_failed_start_are_kept_and_nothing_else_is_moved() {
     let folder = tempfile::tempdir().unwrap();
     let [path, other] = ["run", "other"].map(|name| folder.path().join(name));
     run(&other, 9);
     let begins = resuming(&path, other.to_str().unwrap());
-    RunFolder::keep_failed_start(&begins).unwrap();
+    assert!(!RunFolder::has_run(&begins));
+    RunFolder::keep_records(&begins).unwrap();
     assert!(!path.exists(), "there is nothing to keep");
-    fs::create_dir(&path).unwrap();
-    fs::write(path.join("notes.txt"), "mine").unwrap();
-    fs::write(path.join(METRICS_FILE), "{}\n").unwrap();
-    RunFolder::keep_failed_start(&begins).unwrap();
-    assert_eq!(names(&path), ["earlier-run-1", "notes.txt"]);
-    take(&begins).unwrap().begin(Some(9)).unwrap();
-    // A run that goes on with its own checkpoints, or replaces another, needs nothing moved.
-    run(&path, 4);
-    for args in [resuming(&path, "latest"), replacing(&path)] {
-        RunFolder::keep_failed_start(&args).unwrap();
+    for mine in ["notes.txt", "adapter/notes.txt", "tensorboard/notes.txt"] {
+        fs::create_dir_all(path.join(mine).parent().unwrap()).unwrap();
+        fs::write(path.join(mine), "mine").unwrap();
     }
-    assert_eq!(steps(&path), [4]);
-    assert_eq!(steps(&other), [9]);
+    RunFolder::keep_records(&begins).unwrap();
+    assert_eq!(names(&path), ["adapter", "notes.txt", "tensorboard"]);
+    for file in [METRICS_FILE, RESOLVED, TRACE_FILE] {
+        fs::write(path.join(file), "{}\n").unwrap();
+    }
+    assert!(RunFolder::has_run(&begins));
+    RunFolder::keep_records(&begins).unwrap();
+    let left = ["adapter", "earlier-run-1", "notes.txt", "tensorboard"];
+    assert_eq!(names(&path), [&left[..], &[TRACE_FILE]].concat());
+    assert_eq!(names(&path.join("earlier-run-1")), [RESOLVED, METRICS_FILE]);
+    take(&begins).unwrap().begin(Some(9)).unwrap();
+    // A run with checkpoints is none that failed before them.
+    run(&path, 4);
+    RunFolder::keep_records(&begins).unwrap();
+    assert_eq!((steps(&path), steps(&other)), (vec![4], vec![9]));
 }

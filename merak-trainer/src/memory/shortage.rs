@@ -110,7 +110,9 @@ impl Plan {
         let values = of_ranks(&ranks, &process, 0, 0);
         let reserved = room.products.map(|products| {
             let threads = mapped_bytes(args, values.total(), products);
-            let needed = of_ranks(&ranks, &process, threads, data);
+            let mut needed = of_ranks(&ranks, &process, threads, data);
+            // Files of state are mapped.
+            needed.optimizer = needed.optimizer.saturating_add(needed.files);
             (needed, addresses(args), room.addresses.saturating_add(data))
         });
         let needs = iter::once((in_memory, MEMORY, room.memory)).chain(reserved);
@@ -251,6 +253,25 @@ mod tests {
         ];
         assert!(figures.iter().all(|part| text.contains(part)), "{text}");
         assert!(text.ends_with("; choose less data"), "{text}");
+    }
+
+    #[test]
+    fn state_in_files_takes_addresses_and_no_memory() {
+        let needed = |limits: fn(u64) -> Room, disk: &[&str]| {
+            let (plan, args) = plan(disk);
+            let refused = plan.check_memory_in(&args, &[Workload::Training], 0, limits(0));
+            let Err(Error::Memory(shortage)) = refused else {
+                unreachable!("{refused:?}");
+            };
+            let shortage = shortage.downcast_ref::<MemoryShortage>();
+            shortage.expect("it is one of memory").needed.total()
+        };
+        let files: [&str; 2] = ["offload_optimizer=disk", "output_dir=run"];
+        let state = |limits| needed(limits, &files[1..]) - needed(limits, &files);
+        let params = plan(&[]).0.graph.num_elements() as u64;
+        assert_eq!(state(|few| room(few, u64::MAX)), 8 * params);
+        // What the heap keeps around values it does not keep around files.
+        assert_eq!(state(|few| room(u64::MAX, few)), 8 * params / GAPS);
     }
 
     #[test]

@@ -10,6 +10,8 @@ use std::{ffi::OsString, fs, path::PathBuf, time::SystemTime};
 pub(super) struct Saved {
     folder: PathBuf,
     before: Vec<(u64, SystemTime)>,
+    /// Whether the folder had a run, which stays as it is.
+    had_run: bool,
     arguments: Box<CheckedArguments>,
 }
 
@@ -26,23 +28,24 @@ impl Saved {
         let folder = checked.run_folder().ok()?;
         Some(Self {
             before: checkpoints(&folder),
+            had_run: RunFolder::has_run(&checked),
             folder,
             arguments: Box::new(checked),
         })
     }
 
-    /// Makes room for another start. A run that goes on from another one's checkpoint needs a
-    /// folder without a run until it has one of its own.
+    /// Makes room for another start: before its first checkpoint the training begins again in a
+    /// folder without a run.
     pub(super) fn make_room(&self) {
-        if self.has_new() || self.arguments.overwrite_output_dir {
+        if self.had_run || self.has_new() {
             return;
         }
-        if let Err(error) = RunFolder::keep_failed_start(&self.arguments) {
+        if let Err(error) = RunFolder::keep_records(&self.arguments) {
             // The start itself is refused then.
             let error = chain(&error);
             tracing::warn!(
                 error,
-                "what the failed start has left is still in its place"
+                "what the failed start has recorded is still in its place"
             );
         }
     }
@@ -71,18 +74,11 @@ fn checkpoints(folder: &PathBuf) -> Vec<(u64, SystemTime)> {
 /// its first one it begins as it did, be that with another run's checkpoint.
 pub(super) fn words_of_restart(words: &[OsString], saved: &Saved) -> Vec<OsString> {
     let mut keys = Vec::new();
-    let arguments = &saved.arguments;
-    let resumes = || ["--resume", "auto"].map(str::to_owned);
     if saved.has_new() {
-        keys.extend(resumes());
-        for (key, value) in arguments.keys_to_resume() {
+        keys.extend(["--resume", "auto"].map(str::to_owned));
+        for (key, value) in saved.arguments.keys_to_resume() {
             keys.extend([format!("--{key}"), value]);
         }
-    } else if arguments.overwrite_output_dir {
-        // What a failed start has left is replaced as the first one replaced a run.
-    } else if arguments.resume_from_checkpoint.is_none() {
-        // What a failed start has left is kept aside.
-        keys.extend(resumes());
     }
     let keys = keys.into_iter().map(OsString::from);
     words.iter().cloned().chain(keys).collect()
@@ -129,7 +125,7 @@ mod tests {
     #[test]
     fn a_restart_goes_on_from_a_checkpoint_of_its_own_and_else_as_it_began() {
         for (keys, before, after) in [
-            ("", "--resume auto", "--resume auto"),
+            ("", "", "--resume auto"),
             ("--resume auto", "", "--resume auto"),
             ("--resume other --dry-run", "", "--resume auto"),
             ("--overwrite_output_dir", "", "--resume auto"),

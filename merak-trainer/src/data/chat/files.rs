@@ -190,7 +190,9 @@ pub(in crate::data) fn templates_in_use(arguments: &DataArguments) -> Result<Vec
 /// The template of a file, or the tokenizer's template of a name.
 fn chosen(given: &TemplateSource, folder: Option<&Path>) -> Result<Written> {
     let name = match given {
-        TemplateSource::File(path) => return read_template(path),
+        TemplateSource::File(path) => {
+            return read_template(path, Error::reading_input("data.chat_template", path));
+        }
         TemplateSource::Name(name) => name,
     };
     let mut templates = templates(folder)?;
@@ -226,7 +228,10 @@ fn templates(folder: Option<&Path>) -> Result<BTreeMap<String, Written>> {
             Ok(in_config(&config(Some(folder))?, &folder.join(CONFIG)))
         }
         _ => {
-            let read = |(name, path): (String, PathBuf)| Ok((name, read_template(&path)?));
+            let read = |(name, path): (String, PathBuf)| {
+                let written = read_template(&path, Error::reading(&path))?;
+                Ok((name, written))
+            };
             files.into_iter().map(read).collect()
         }
     }
@@ -315,11 +320,11 @@ fn bytes_of(path: PathBuf) -> Result<Vec<u8>> {
     merak_ckpt::read_regular(&path, MAX_BYTES).map_err(|source| Error::Read { path, source })
 }
 
-fn read_template(path: &Path) -> Result<Written> {
+fn read_template(path: &Path, failed: impl Fn(io::Error) -> Error) -> Result<Written> {
     let text = merak_ckpt::read_text(path, MAX_BYTES);
     Ok(Written {
         path: path.to_path_buf(),
-        text: text.map_err(Error::reading_input("data.chat_template", path))?,
+        text: text.map_err(failed)?,
         is_one_of_several: false,
     })
 }

@@ -57,6 +57,9 @@ impl ChatTemplate {
     ///
     /// What is wrong with it.
     pub(crate) fn new(source: &str, special_tokens: Map<String, Value>) -> Result<Self, String> {
+        if source.trim().is_empty() {
+            return Err("it is empty".to_owned());
+        }
         let Source {
             text,
             has_generation,

@@ -219,10 +219,12 @@ fn check_model(
         }
     }
     match &*fresh.unused(plan) {
-        [extra, ..] if is_release => {
+        [first, others @ ..] if is_release => {
+            let num_tensors = 1 + others.len();
             tracing::warn!(
-                name = extra,
-                "the model does not use a tensor of the checkpoint"
+                first,
+                num_tensors,
+                "tensors of the checkpoint that the model does not have are left out"
             );
             Ok(())
         }

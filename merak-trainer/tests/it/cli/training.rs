@@ -165,16 +165,20 @@ fn generation_is_the_same_on_every_topology() {
     let text =
         place.succeed("generate run --prompt-file prompts.txt --max-new-tokens 3 --temperature 0");
     assert!(text.starts_with("every rank"), "{text}");
-    let piped = |prompts: &str| {
-        let line = "generate run --prompt-file - --max-new-tokens 3 --temperature 0";
+    let piped = |launch: &str, prompts: &str| {
+        let line = format!(
+            "{launch} generate run --prompt-file - --max-new-tokens 3 --temperature 0 --dp 2"
+        );
         let prompts = File::open(place.path(prompts)).expect("a file");
-        let output = place.command(line).stdin(prompts).output();
+        let output = place.command(&line).stdin(prompts).output();
         place.ended(&output.expect("the command starts"))
     };
-    assert_eq!(piped("prompts.txt").stdout, text);
+    for launch in ["", "launch -n 2 --"] {
+        assert_eq!(piped(launch, "prompts.txt").stdout, text);
+    }
     place.write("blank.txt", "\n");
     let refused = "error: no prompt in standard input: write one prompt per line\n";
-    assert_eq!(piped("blank.txt").stderr, refused);
+    assert_eq!(piped("", "blank.txt").stderr, refused);
 }
 
 /// The likeliest continuation of a text by the model at a path.
