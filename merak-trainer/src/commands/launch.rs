@@ -102,10 +102,7 @@ pub(crate) fn run(args: Args, log: &str) -> Outcome {
         process::id(),
         now.unwrap_or_default().as_nanos()
     );
-    let mut port = match args.master_port {
-        Some(port) => given_port(port)?,
-        None => free_port(None)?,
-    };
+    let mut port = first_port(args.master_port)?;
     let mut restart = 0;
     loop {
         let start = Start {
@@ -210,6 +207,14 @@ fn free_port(last: Option<u16>) -> io::Result<u16> {
         if Some(port) != last {
             return Ok(port);
         }
+    }
+}
+
+/// The given port, else a free one.
+fn first_port(given: Option<u16>) -> Result<u16, Failure> {
+    match given {
+        Some(port) => given_port(port),
+        None => Ok(free_port(None)?),
     }
 }
 

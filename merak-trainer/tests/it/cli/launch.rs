@@ -388,7 +388,7 @@ fn step_after_a_kill(place: &Workplace, keys: &str) -> u32 {
             }
             seen.push(line);
         }
-        panic!("no line has {text}: {seen:?}");
+        unreachable!("no line has {text}: {seen:?}");
     };
     read_until("[rank 0] step 12");
     let children = format!("/proc/{launch}/task/{launch}/children");
