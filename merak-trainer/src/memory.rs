@@ -337,10 +337,15 @@ impl Plan {
         workloads: &[Workload],
         data: u64,
     ) -> Result<RunMemory> {
-        let (ranks, touched) = (self.memory(args, workloads)?, touched_bytes(args));
-        let data = data.saturating_mul(args.processes_here() as u64);
-        Ok(of_ranks(&ranks, &args.pipeline_ranks_here(), touched, data))
+        Ok(of_host(&self.memory(args, workloads)?, args, data))
     }
+}
+
+/// The needs of a pipeline's ranks for all ranks on this host. Each process holds the data.
+fn of_host(pipeline: &[MemoryNeed], args: &CheckedArguments, data: u64) -> RunMemory {
+    let data = data.saturating_mul(args.processes_here() as u64);
+    let ranks = args.pipeline_ranks_here();
+    of_ranks(pipeline, &ranks, touched_bytes(args), data)
 }
 
 /// The needs of a pipeline's ranks for so many ranks at each place of it, with threads and data.

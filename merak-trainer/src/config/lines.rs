@@ -180,6 +180,7 @@ fn scalar(text: String, style: TScalarStyle, tag: Option<&Tag>) -> ValueKind {
     }
 }
 
+/// The number that digits stand for. One that is not finite stays a text, which keys refuse.
 pub(super) fn kind_of_float(text: &str) -> ValueKind {
     match text.parse::<f64>() {
         Ok(number) if number.is_finite() => number.into(),

@@ -154,7 +154,8 @@ impl RunFolder {
         Ok(text)
     }
 
-    /// Whether there is a run in the folder, or one that it was to replace, or none can be told.
+    /// Whether there is a run in the folder, or one that was to be replaced; true where the folder
+    /// cannot be read.
     pub fn has_run(args: &CheckedArguments) -> bool {
         let found = args.run_folder().and_then(|path| Found::look(&path));
         found.map_or(true, |found| found.is_run() || found.aside.is_some())

@@ -1,7 +1,7 @@
 //! Whether the memory of this process is enough for a run.
 
 use super::{
-    MemoryNeed, RunMemory, Workload, of_ranks,
+    MemoryNeed, RunMemory, Workload, of_host, of_ranks,
     threads::{mapped_bytes, touched_bytes},
 };
 use crate::{
@@ -103,10 +103,8 @@ impl Plan {
         room: Room,
     ) -> Result<()> {
         let ranks = self.memory(args, workloads)?;
-        let here = args.pipeline_ranks_here();
-        let all_data = data.saturating_mul(args.processes_here() as u64);
-        let in_memory = of_ranks(&ranks, &here, touched_bytes(args), all_data);
-        let process = neediest_process(&ranks, here, args);
+        let in_memory = of_host(&ranks, args, data);
+        let process = neediest_process(&ranks, args);
         let values = of_ranks(&ranks, &process, 0, 0);
         let reserved = room.products.map(|products| {
             let threads = mapped_bytes(args, values.total(), products);
@@ -133,16 +131,17 @@ impl Plan {
 
 /// How many ranks of each place of a pipeline the process has that needs most: one rank where each
 /// is a process, otherwise all of them.
-fn neediest_process(
-    pipeline: &[MemoryNeed],
-    here: Vec<usize>,
-    args: &CheckedArguments,
-) -> Vec<usize> {
+fn neediest_process(pipeline: &[MemoryNeed], args: &CheckedArguments) -> Vec<usize> {
+    let here = args.pipeline_ranks_here();
     if !args.are_processes() {
         return here;
     }
     let places = (0..here.len()).filter(|&place| here[place] > 0);
-    let neediest = places.max_by_key(|&place| pipeline[place].total());
+    let neediest = places.max_by_key(|&place| {
+        pipeline[place]
+            .total()
+            .saturating_add(pipeline[place].files)
+    });
     (0..here.len())
         .map(|place| usize::from(Some(place) == neediest))
         .collect()
